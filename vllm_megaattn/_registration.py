@@ -1,0 +1,51 @@
+"""Loads the C core and completes what a C registration cannot: fake kernels for torch.compile and meta tensors.
+
+Every op writes into arguments that the caller allocated and returns (), so its fake has nothing to compute; shapes are
+inferred by the front ends in `ops`.
+"""
+
+from __future__ import annotations
+
+import torch  # must be loaded before the C core, which finds libtorch in the process
+
+from vllm_megaattn import _C
+
+NAMESPACE = "vllm_megaattn"
+OPS = (
+    "einsum_fp8_sfd128x4",
+    "einsum_fp8_bf16",
+    "mxfp8_quantize_sfd128x4",
+    "mxfp8_gemm_wo_b",
+    "inv_rope_mxfp8_quantize",
+    "o_proj",
+    "o_proj_from_attn",
+    "reblock_weight",
+)
+
+# Switches of the C core: enum mx_flag in csrc/kernels.h.
+FLAG_BATCH_INVARIANT = 1
+FLAG_NO_PDL = 2
+
+_ERROR_TYPES = {1: ValueError, 2: TypeError, 3: RuntimeError}
+
+
+def _fake(*args: object) -> None:
+    """Nothing to infer: the op returns () and its results are arguments."""
+
+
+for _op in OPS:
+    torch.library.register_fake(f"{NAMESPACE}::{_op}", _fake)
+
+
+def call(op: torch._ops.OpOverload, name: str, *args: object) -> None:
+    """Run an op; turn the RuntimeError that torch makes of every C error into ValueError or TypeError where it is one."""
+    if torch.compiler.is_compiling():
+        op(*args)
+        return
+    try:
+        op(*args)
+    except RuntimeError as error:
+        kind = _ERROR_TYPES.get(_C.take_error_kind())
+        if kind is None or kind is RuntimeError or not str(error).startswith(f"{name}: "):
+            raise
+        raise kind(str(error)) from None

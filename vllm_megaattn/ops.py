@@ -1,0 +1,457 @@
+"""Python front ends of torch.ops.vllm_megaattn.*: same names, allocate the results, raise ValueError / TypeError.
+
+Shapes use these letters: T tokens, G groups, K columns contracted, N rows of a group's weight, C = G * N columns of z.
+Strides are in elements. Data is float8_e4m3fn; scales are UE8M0 bytes, one for 32 elements along K; the rules of both
+are stated in csrc/mxfp8.h. `out` takes tensors of the documented shapes; results never alias inputs. Inference only:
+tensors that require grad are refused while grad mode is on.
+
+The checks themselves live in C (csrc/op_check.c), so that `torch.ops` callers get them too; the functions here check
+just what they need to know the shape of a result.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_megaattn import layouts, selector
+from vllm_megaattn._registration import call
+
+_ops = torch.ops.vllm_megaattn
+_einsum_fp8_sfd128x4 = _ops.einsum_fp8_sfd128x4.default
+_einsum_fp8_bf16 = _ops.einsum_fp8_bf16.default
+_mxfp8_quantize_sfd128x4 = _ops.mxfp8_quantize_sfd128x4.default
+_mxfp8_gemm_wo_b = _ops.mxfp8_gemm_wo_b.default
+_inv_rope_mxfp8_quantize = _ops.inv_rope_mxfp8_quantize.default
+_o_proj = _ops.o_proj.default
+_o_proj_from_attn = _ops.o_proj_from_attn.default
+_reblock_weight = _ops.reblock_weight.default
+
+ORDERS = {"standard": 0, "chunk_interleaved": 1}
+COS_SIN_LAYOUTS = {"halves": 0, "interleaved": 1}
+
+E4M3 = torch.float8_e4m3fn
+
+# The widest span the kernels of a backend like best for scales that only they read (z, and x of o_proj_from_attn).
+# 32 writes what any other quantiser would; a wider span is still valid MXFP8 and lets Hopper promote less often.
+_PREFERRED_SPAN = {"sm90": 256}
+
+
+# ---- argument handling ---------------------------------------------------------------------------------------------
+
+
+def _require_tensors(op: str, **tensors: object) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{op}: {name} requires grad, but this op has no backward; call it under torch.no_grad() or "
+                "torch.inference_mode()"
+            )
+
+
+def _require_int(op: str, **values: object) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+            raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
+
+
+def _require_dims(op: str, name: str, tensor: torch.Tensor, dims: tuple[int, ...], shape: str) -> None:
+    if tensor.dim() not in dims:
+        raise ValueError(f"{op}: {name} must have shape {shape}, got {list(tensor.shape)}")
+
+
+def _rows_of(op: str, name: str, w: torch.Tensor, groups: int) -> int:
+    """N of weights [G, N, K] or [G*N, K]."""
+    _require_dims(op, name, w, (2, 3), "[G, N, K] or [G*N, K]")
+    if w.dim() == 3:
+        return w.shape[1]
+    if groups == 0 or w.shape[0] % groups:
+        raise ValueError(f"{op}: {name} must have a multiple of G = {groups} rows, got {w.shape[0]}")
+    return w.shape[0] // groups
+
+
+def _choose(op: str, name: str, value: object, choices: dict[str, int]) -> int:
+    if value not in choices:
+        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+    return choices[value]
+
+
+def _pair(op: str, out: object, names: str) -> tuple[torch.Tensor, torch.Tensor]:
+    if not (isinstance(out, (tuple, list)) and len(out) == 2):
+        raise TypeError(f"{op}: out must be a pair of tensors ({names}), got {type(out).__name__}")
+    first, second = names.split(", ")
+    _require_tensors(op, **{f"out[0] ({first})": out[0], f"out[1] ({second})": out[1]})
+    return out[0], out[1]
+
+
+def _empty_mxfp8(tokens: int, cols: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """z e4m3 [T, C] and its 1-D F8_128x4 scales; the op writes every byte of both."""
+    z = torch.empty((tokens, cols), dtype=E4M3, device=device)
+    return z, torch.empty(layouts.f8_128x4_bytes(tokens, cols // 32), dtype=torch.uint8, device=device)
+
+
+def _empty_activation(tokens: int, groups: int, k: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """x e4m3 [T, G, K] and int32 scales [T, G, K/128] with stride 1 over T and a pitch of ceil4(T)."""
+    x = torch.empty((tokens, groups, k), dtype=E4M3, device=device)
+    pitch = (tokens + 3) // 4 * 4
+    words = torch.empty((groups, k // 128, pitch), dtype=torch.int32, device=device)
+    return x, words.permute(2, 0, 1)[:tokens]
+
+
+# ---- the two halves ------------------------------------------------------------------------------------------------
+
+
+def einsum_fp8_sfd128x4(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    w: torch.Tensor,
+    w_scale: torch.Tensor,
+    *,
+    scale_span: int = 32,
+    x_span: int = 32,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """z[t, g, n] = sum over k of x[t, g, k] * w[g, n, k], written as MXFP8 by the epilogue.
+
+    x:        e4m3 [T, G, K], any token and group stride (expanded views too), last stride 1; K % 128 == 0.
+    x_scale:  int32 [T, G, K/128], four UE8M0 bytes a word, lowest K in the low byte; any strides.
+    w:        e4m3 [G, N, K] (last stride 1) or [G*N, K].
+    w_scale:  told apart by dtype and shape: int32 [G, N, K/128] per row, or uint8 / float8_e8m0fnu blocks
+              [G, N/r, K/c] with r in {1, 32, 128}, c in {32, 128, 256, K}; 2-D forms stack the groups.
+    scale_span: columns of z that share one scale: 32 (byte-equal to quantising the BF16 z), 128 or 256 (the byte is
+              repeated: still valid MXFP8). N % scale_span == 0.
+    x_span:   columns over which the caller vouches that x's scale bytes are equal, i.e. the scale_span it was quantised
+              with. 32 promises nothing. Lets Hopper run its wide kernel; a broken promise gives wrong results there.
+    out:      (z, z_scale) to write into.
+
+    Returns z e4m3 [T, G*N] and z_scale uint8 1-D F8_128x4, ceil128(T) * ceil4(G*N/32) bytes, padding 0x00.
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong shape, stride, device or span.
+    """
+    op = "einsum_fp8_sfd128x4"
+    _require_tensors(op, x=x, x_scale=x_scale, w=w, w_scale=w_scale)
+    _require_int(op, scale_span=scale_span, x_span=x_span)
+    _require_dims(op, "x", x, (3,), "[T, G, K]")
+    if out is None:
+        z, z_scale = _empty_mxfp8(x.shape[0], x.shape[1] * _rows_of(op, "w", w, x.shape[1]), x.device)
+    else:
+        z, z_scale = _pair(op, out, "z, z_scale")
+    call(_einsum_fp8_sfd128x4, op, x, x_scale, w, w_scale, z, z_scale, x_span, scale_span)
+    return z, z_scale
+
+
+def einsum_fp8_bf16(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    w: torch.Tensor,
+    w_scale: torch.Tensor,
+    *,
+    x_span: int = 32,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same product with BF16 result [T, G, N]: the first kernel of the unfused path.
+
+    Arguments as in `einsum_fp8_sfd128x4`; out may have any token and group stride, last stride 1.
+    """
+    op = "einsum_fp8_bf16"
+    _require_tensors(op, x=x, x_scale=x_scale, w=w, w_scale=w_scale)
+    _require_int(op, x_span=x_span)
+    _require_dims(op, "x", x, (3,), "[T, G, K]")
+    if out is None:
+        shape = (x.shape[0], x.shape[1], _rows_of(op, "w", w, x.shape[1]))
+        out = torch.empty(shape, dtype=torch.bfloat16, device=x.device)
+    else:
+        _require_tensors(op, out=out)
+    call(_einsum_fp8_bf16, op, x, x_scale, w, w_scale, out, x_span)
+    return out
+
+
+def mxfp8_quantize_sfd128x4(
+    z: torch.Tensor,
+    *,
+    scale_span: int = 32,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """BF16 -> MXFP8 by the rules of csrc/mxfp8.h, rows flattened over groups: the second kernel of the unfused path.
+
+    z: BF16 [T, C] or [T, G, N] (C = G*N), last stride 1, other strides free; columns of a group % scale_span == 0.
+
+    Returns q e4m3 [T, C] and q_scale uint8 1-D F8_128x4, padding 0x00. The padding is that of the flattened [T, C]
+    matrix, not per group.
+    """
+    op = "mxfp8_quantize_sfd128x4"
+    _require_tensors(op, z=z)
+    _require_int(op, scale_span=scale_span)
+    _require_dims(op, "z", z, (2, 3), "[T, C] or [T, G, N]")
+    if out is None:
+        q, q_scale = _empty_mxfp8(z.shape[0], z.shape[1] * (z.shape[2] if z.dim() == 3 else 1), z.device)
+    else:
+        q, q_scale = _pair(op, out, "q, q_scale")
+    call(_mxfp8_quantize_sfd128x4, op, z, q, q_scale, scale_span)
+    return q, q_scale
+
+
+def mxfp8_gemm_wo_b(
+    z: torch.Tensor,
+    z_scale: torch.Tensor,
+    w: torch.Tensor,
+    w_scale: torch.Tensor,
+    *,
+    z_span: int = 32,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y[t, n] = sum over k of z[t, k] * w[n, k], BF16 [T, N].
+
+    z:        e4m3 [T, K], any row stride, last stride 1; K % 32 == 0.
+    z_scale:  UE8M0 bytes in F8_128x4: 1-D uint8 / float8_e8m0fnu of ceil128(T) * ceil4(K/32) bytes, or the same memory
+              as int32 [ceil(T/128), K/128, 128]. Padding bytes may hold anything.
+    w:        e4m3 [N, K], last stride 1 (a [K, N] view with stride (1, K) is passed as .t()).
+    w_scale:  1-D F8_128x4, int32 [N, K/128], or blocks [N/r, K/c] as in `einsum_fp8_sfd128x4`.
+    z_span:   as x_span there: the scale_span z was written with.
+    """
+    op = "mxfp8_gemm_wo_b"
+    _require_tensors(op, z=z, z_scale=z_scale, w=w, w_scale=w_scale)
+    _require_int(op, z_span=z_span)
+    _require_dims(op, "z", z, (2,), "[T, K]")
+    _require_dims(op, "w", w, (2,), "[N, K]")
+    if out is None:
+        out = torch.empty((z.shape[0], w.shape[0]), dtype=torch.bfloat16, device=z.device)
+    else:
+        _require_tensors(op, out=out)
+    call(_mxfp8_gemm_wo_b, op, z, z_scale, w, w_scale, out, z_span)
+    return out
+
+
+def inv_rope_mxfp8_quantize(
+    attn: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    *,
+    groups: int,
+    order: str = "standard",
+    cos_sin_layout: str = "halves",
+    scale_span: int = 32,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotates the attention output back by its positions and quantises it: what wo_a reads.
+
+    attn:      BF16 [T, heads, D], token and head stride free, last stride 1; heads past those of the groups are padding
+               and never read. The last R columns of a head are R/2 interleaved pairs (DeepSeek: D = 512, R = 64).
+    positions: int64 [T]. One outside the cache poisons its token with NaN scales (0xFF); others are untouched.
+    cos_sin:   float32 [positions, R]; "halves": cos[R/2] then sin[R/2] (vLLM), "interleaved": cos, sin, cos, ... (SGLang).
+    groups:    G; heads per group are derived as the live heads divided by G, where live heads is `heads` unless `out`
+               says otherwise (pass out, or slice attn[:, :n], to leave padded heads out).
+    order:     columns of a group: "standard" head * D + d, or "chunk_interleaved" (d/32 * heads + head) * 32 + d%32, the
+               order vLLM's mega attention writes and its wo_a is permuted to.
+    scale_span: columns that share one scale, 32, 128 or 256.
+
+    Values are rotated in FP32 (order of operations: csrc/kernels.h), rounded to BF16, then quantised.
+    Returns x e4m3 [T, G, K] contiguous, K = heads/G * D, and x_scale int32 [T, G, K/128] with stride 1 over T.
+    """
+    op = "inv_rope_mxfp8_quantize"
+    _require_tensors(op, attn=attn, positions=positions, cos_sin=cos_sin)
+    _require_int(op, groups=groups, scale_span=scale_span)
+    _require_dims(op, "attn", attn, (3,), "[T, heads, D]")
+    codes = _choose(op, "order", order, ORDERS), _choose(op, "cos_sin_layout", cos_sin_layout, COS_SIN_LAYOUTS)
+    if out is None:
+        x, x_scale = _empty_activation(attn.shape[0], groups, _group_columns(op, attn, groups), attn.device)
+    else:
+        x, x_scale = _pair(op, out, "x, x_scale")
+        if x.dim() == 3 and x.shape[1] != groups:
+            raise ValueError(f"{op}: out[0] (x) must have groups = {groups} as size 1, got {x.shape[1]}")
+    call(_inv_rope_mxfp8_quantize, op, attn, positions, cos_sin, x, x_scale, *codes, scale_span)
+    return x, x_scale
+
+
+def _group_columns(op: str, attn: torch.Tensor, groups: int) -> int:
+    """K of one group when all heads of attn are live."""
+    if groups <= 0 or attn.shape[1] % groups:
+        raise ValueError(f"{op}: groups must divide the {attn.shape[1]} heads of attn, got {groups}")
+    return attn.shape[1] // groups * attn.shape[2]
+
+
+# ---- the whole projection ------------------------------------------------------------------------------------------
+
+
+def default_scale_span(device: torch.device, wo_a: torch.Tensor, wo_a_scale: torch.Tensor) -> int:
+    """The span o_proj uses for scales that only its own kernels read: wide where the backend and the weights allow."""
+    span = _PREFERRED_SPAN.get(selector.device_key(device), 32)
+    prepared = wo_a_scale.dtype is not torch.int32 and wo_a_scale.shape[-1] == 1
+    return span if prepared and wo_a.shape[-1] % span == 0 and wo_a.shape[-2] % span == 0 else 32
+
+
+def o_proj(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    wo_a: torch.Tensor,
+    wo_a_scale: torch.Tensor,
+    wo_b: torch.Tensor,
+    wo_b_scale: torch.Tensor,
+    *,
+    path: str = "auto",
+    scale_span: int | None = None,
+    x_span: int = 32,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The output projection of quantised activations: y = wo_b(quantise(wo_a(x))), BF16 [T, N_b].
+
+    x, x_scale, wo_a, wo_a_scale, x_span: as in `einsum_fp8_sfd128x4`. wo_b, wo_b_scale: as in `mxfp8_gemm_wo_b`, with
+    wo_b e4m3 [N_b, G*N].
+    path:       "auto", "fused" or "unfused"; both give the same bits. A path that cannot be taken raises ValueError.
+    scale_span: scale span of z inside; None takes the backend's favourite (32 on the CPU; see `default_scale_span`).
+    """
+    op = "o_proj"
+    _require_tensors(op, x=x, x_scale=x_scale, wo_a=wo_a, wo_a_scale=wo_a_scale, wo_b=wo_b, wo_b_scale=wo_b_scale)
+    _require_int(op, x_span=x_span)
+    _require_dims(op, "x", x, (3,), "[T, G, K]")
+    z, z_scale, z_bf16, y, fused, scale_span = _projection_buffers(
+        op, x.shape[0], x.shape[1], x.device, wo_a, wo_a_scale, wo_b, path, scale_span, out
+    )
+    call(
+        _o_proj, op, x, x_scale, wo_a, wo_a_scale, wo_b, wo_b_scale, z, z_scale, z_bf16, y, fused, x_span, scale_span
+    )  # fmt: skip
+    return y
+
+
+def o_proj_from_attn(
+    attn: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    wo_a: torch.Tensor,
+    wo_a_scale: torch.Tensor,
+    wo_b: torch.Tensor,
+    wo_b_scale: torch.Tensor,
+    *,
+    groups: int,
+    order: str = "standard",
+    cos_sin_layout: str = "halves",
+    path: str = "auto",
+    scale_span: int | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The output projection of a BF16 attention output: inverse RoPE + quantise, then `o_proj`. BF16 [T, N_b].
+
+    Arguments as in `inv_rope_mxfp8_quantize` and `o_proj`; heads beyond groups * K / D are padding and never read (K
+    comes from wo_a). scale_span is used for x and for z.
+    """
+    op = "o_proj_from_attn"
+    _require_tensors(
+        op,
+        attn=attn,
+        positions=positions,
+        cos_sin=cos_sin,
+        wo_a=wo_a,
+        wo_a_scale=wo_a_scale,
+        wo_b=wo_b,
+        wo_b_scale=wo_b_scale,
+    )
+    _require_int(op, groups=groups)
+    _require_dims(op, "attn", attn, (3,), "[T, heads, D]")
+    if groups <= 0:
+        raise ValueError(f"{op}: groups must be positive, got {groups}")
+    codes = _choose(op, "order", order, ORDERS), _choose(op, "cos_sin_layout", cos_sin_layout, COS_SIN_LAYOUTS)
+    z, z_scale, z_bf16, y, fused, scale_span = _projection_buffers(
+        op, attn.shape[0], groups, attn.device, wo_a, wo_a_scale, wo_b, path, scale_span, out
+    )
+    x, x_scale = _empty_activation(attn.shape[0], groups, wo_a.shape[-1], attn.device)
+    call(
+        _o_proj_from_attn, op, attn, positions, cos_sin, wo_a, wo_a_scale, wo_b, wo_b_scale,
+        x, x_scale, z, z_scale, z_bf16, y, *codes, fused, scale_span,
+    )  # fmt: skip
+    return y
+
+
+def _projection_buffers(
+    op: str,
+    tokens: int,
+    groups: int,
+    device: torch.device,
+    wo_a: torch.Tensor,
+    wo_a_scale: torch.Tensor,
+    wo_b: torch.Tensor,
+    path: str,
+    scale_span: int | None,
+    out: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool, int]:
+    """Chooses the path and allocates what lies between the kernels: z, its scales, BF16 z (empty when fused) and y."""
+    rows = _rows_of(op, "wo_a", wo_a, groups)
+    _require_dims(op, "wo_b", wo_b, (2,), "[N, K]")
+    _require_dims(op, "wo_a_scale", wo_a_scale, (1, 2, 3), "[G, N/r, K/c] or [G*N/r, K/c]")
+    if not isinstance(path, str):
+        raise TypeError(f"{op}: path must be a str, got {type(path).__name__}")
+    fused = selector.select_path(selector.device_key(device), rank=rows, requested=path).path == "fused"
+    if scale_span is None:
+        scale_span = default_scale_span(device, wo_a, wo_a_scale)
+    else:
+        _require_int(op, scale_span=scale_span)
+    z, z_scale = _empty_mxfp8(tokens, groups * rows, device)
+    z_bf16 = torch.empty((0,) if fused else (tokens, groups, rows), dtype=torch.bfloat16, device=device)
+    if out is None:
+        out = torch.empty((tokens, wo_b.shape[0]), dtype=torch.bfloat16, device=device)
+    else:
+        _require_tensors(op, out=out)
+    return z, z_scale, z_bf16, out, fused, scale_span
+
+
+# ---- weights, once at load -----------------------------------------------------------------------------------------
+
+# A weight whose re-blocking changes it by more than this (relative Frobenius norm) keeps its own scales: the e4m3
+# rounding of the weights themselves is 2.7e-2, so 1e-4 is invisible, and ordinary weights stay below 1e-6.
+MAX_REBLOCK_ERROR = 1e-4
+
+
+def prepare_weight(
+    w: torch.Tensor,
+    w_scale: torch.Tensor,
+    *,
+    device: torch.device | str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, object]]:
+    """Brings weights into the form the device's kernels like best; idempotent, run once at load.
+
+    w:       e4m3 [G, N, K], [G*N, K] or [N, K].
+    w_scale: any form that the ops take, or float32 blocks of positive powers of two (others are refused: rounding a scale
+             without re-quantising the data would change the weights).
+    device:  where the result shall live; default: where w lives.
+
+    Returns (w, w_scale, report). On the CPU the values are kept as they are, contiguous, scales as uint8 where they were
+    float32. On Hopper each 32 rows share one scale over all of K (uint8 [.., N/32, 1]): exact but for elements pushed
+    into e4m3's subnormal range; weights that would change by more than MAX_REBLOCK_ERROR keep their scales.
+    report: {"form", "changed" (elements whose value changed), "elements", "relative_error"}.
+    """
+    op = "prepare_weight"
+    _require_tensors(op, w=w, w_scale=w_scale)
+    if w.dtype is not E4M3:
+        raise TypeError(f"{op}: w must have dtype float8_e4m3fn, got {str(w.dtype).removeprefix('torch.')}")
+    _require_dims(op, "w", w, (2, 3), "[G, N, K] or [G*N, K]")
+    target = torch.device(device) if device is not None else w.device
+    if w_scale.dtype is torch.float32:
+        w_scale = layouts.scale_bytes_from_float32(w_scale, name="w_scale")
+    report: dict[str, object] = {"form": "as given", "changed": 0, "elements": w.numel(), "relative_error": 0.0}
+    key = selector.device_key(target)
+    already = w_scale.dtype is not torch.int32 and w_scale.dim() == w.dim() and w_scale.shape[-1] == 1
+    if _PREFERRED_SPAN.get(key, 32) > 32 and not already and w.shape[-2] % 32 == 0:
+        wide_w, wide_scale, stats = _reblock(w, w_scale, 32, w.shape[-1])
+        if stats["relative_error"] <= MAX_REBLOCK_ERROR:
+            w, w_scale = wide_w, wide_scale
+            report.update(stats, form="32 rows x K")
+        else:
+            report.update(form="as given", refused_relative_error=stats["relative_error"])
+    return w.to(target).contiguous(), w_scale.to(target), report
+
+
+def _reblock(
+    w: torch.Tensor, w_scale: torch.Tensor, block_rows: int, block_cols: int
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, object]]:
+    """One scale per block_rows x block_cols block, on the CPU; ranks of w and of the scales are kept."""
+    source = w.cpu() if w.dim() == 3 else w.cpu().unsqueeze(0)
+    scale = w_scale.cpu() if w.dim() == 3 or w_scale.dim() == 1 else w_scale.cpu().unsqueeze(0)
+    groups, rows, k = source.shape
+    out_w = torch.empty_like(source, memory_format=torch.contiguous_format)
+    shape = (groups, -(-rows // block_rows), -(-k // block_cols))
+    out_scale = torch.empty(shape, dtype=torch.uint8)
+    stats = torch.empty(3, dtype=torch.float64)
+    call(_reblock_weight, "reblock_weight", source, scale, out_w, out_scale, stats)
+    changed, error, norm = stats.tolist()
+    if w.dim() == 2:
+        out_w, out_scale = out_w.squeeze(0), out_scale.squeeze(0)
+    return out_w, out_scale, {"changed": int(changed), "relative_error": (error / norm) ** 0.5 if norm else 0.0}
