@@ -95,7 +95,7 @@ class BuildExt(build_ext):
             ext.extra_compile_args += flags
             ext.extra_link_args += flags
         super().build_extension(ext)
-        # Beside the sources too: `python -m vllm_megaattn` in a checkout finds this folder before the installed package.
+        # Beside the sources too: `python -m vllm_megaattn` in a checkout finds this folder before the installed one.
         built, beside = Path(self.get_ext_fullpath(ext.name)), Path("vllm_megaattn") / self.get_ext_filename("_C")
         if built.resolve() != beside.resolve():
             shutil.copy2(built, beside)
@@ -144,7 +144,13 @@ def include_dirs(nvcc: Path) -> list[Path]:
 
 def compile_cuda(nvcc: Path, source: Path, image: Path, archs: list[str]) -> None:
     """One fat binary of machine code, no PTX; skipped when newer than everything it could depend on."""
-    inputs = [source, Path("setup.py"), *Path("csrc").glob("*.h"), *Path("csrc/cuda").glob("*.cuh"), *Path("csrc/cuda").glob("*.h")]
+    inputs = [
+        source,
+        Path("setup.py"),
+        *Path("csrc").glob("*.h"),
+        *Path("csrc/cuda").glob("*.cuh"),
+        *Path("csrc/cuda").glob("*.h"),
+    ]
     if image.exists() and image.stat().st_mtime > max(p.stat().st_mtime for p in inputs):
         return
     command = [str(nvcc), "-fatbin", "-std=c++17", "-O3", "-lineinfo", "-Icsrc", "-o", str(image), str(source)]
@@ -152,7 +158,12 @@ def compile_cuda(nvcc: Path, source: Path, image: Path, archs: list[str]) -> Non
     if os.environ.get("VLLM_MEGAATTN_WERROR") == "1":
         command += ["-Werror", "all-warnings", "-Xptxas", "-v"]
     print(" ".join(command), flush=True)
-    subprocess.run(command, check=True)
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(result.stdout, end="", flush=True)
+    if result.returncode != 0:
+        raise SystemExit(f"nvcc failed on {source}")
+    if re.search(r"wgmma.*serializ|setmaxnreg ignored", result.stdout):  # ptxas only calls it a performance loss
+        raise SystemExit(f"{source}: ptxas serialised wgmma or ignored setmaxnreg; see its messages above")
 
 
 def core_extension() -> Extension:

@@ -36,34 +36,26 @@ static void torch_threads(int64_t count, int64_t grain, mx_range_fn f, void *ctx
 
 /* ---- schema -------------------------------------------------------------------------------------------------- */
 
-enum arg_kind { ARG_TENSOR, ARG_INT, ARG_BOOL };
-
-struct arg {
-    enum arg_kind kind;
-    bool is_out;
-    const char *name;
-    int name_len;
-};
-
-/* Reads the next "Type name" or "Tensor(a!) name" after `text` and returns what follows it, NULL at the end. */
-static const char *next_arg(const char *text, struct arg *arg) {
-    text += strspn(text, "( ,\n");
-    if (*text == ')' || *text == '\0') {
-        return NULL;
+/* Reads "name(Type a, Tensor(a!) b, ...) -> ()" into a signature; types are Tensor, int and bool. */
+static void parse_schema(const char *text, struct mx_signature *signature) {
+    text = strchr(text, '(') + 1;
+    while (*text != ')') {
+        struct mx_arg *arg = &signature->args[signature->num_args++];
+        arg->kind = strncmp(text, "Tensor", 6) == 0 ? MX_ARG_TENSOR
+                    : strncmp(text, "int", 3) == 0  ? MX_ARG_INT
+                                                    : MX_ARG_BOOL;
+        arg->is_out = strncmp(text, "Tensor(", 7) == 0;
+        arg->name = strchr(text, ' ') + 1;
+        arg->name_len = (int)strcspn(arg->name, ",)");
+        text = arg->name + arg->name_len;
+        text += strspn(text, ", ");
     }
-    arg->kind = strncmp(text, "Tensor", 6) == 0 ? ARG_TENSOR : strncmp(text, "int", 3) == 0 ? ARG_INT : ARG_BOOL;
-    arg->is_out = strncmp(text, "Tensor(", 7) == 0;
-    text += strcspn(text, " ");
-    text += strspn(text, " ");
-    arg->name = text;
-    arg->name_len = (int)strcspn(text, ",)");
-    return text + arg->name_len;
 }
 
 /* ---- one call ------------------------------------------------------------------------------------------------ */
 
 /* Reads a tensor's properties once. Getters fail only on a null handle, which libtorch never passes. */
-static bool unbox_tensor(struct mx_call *call, const struct arg *arg, StableIValue slot) {
+static bool unbox_tensor(struct mx_call *call, const struct mx_arg *arg, StableIValue slot) {
     struct mx_tensor *t = &call->tensors[call->num_tensors++];
     int64_t *sizes = NULL, *strides = NULL;
     int32_t failed = 0;
@@ -85,17 +77,23 @@ static bool unbox_tensor(struct mx_call *call, const struct arg *arg, StableIVal
 }
 
 /* Takes every argument off the stack, also after a failure: each handle must be known to be released. */
-static bool unbox(struct mx_call *call, const StableIValue *stack, uint64_t num_args) {
-    const char *text = strchr(call->op->schema, '(');
-    struct arg arg;
+static bool unbox(struct mx_call *call, const StableIValue *stack) {
+    const struct mx_signature *signature = call->op->signature;
     bool ok = true;
-    for (uint64_t i = 0; i < num_args && (text = next_arg(text, &arg)) != NULL; i++) {
-        if (arg.kind == ARG_TENSOR) {
-            ok = unbox_tensor(call, &arg, stack[i]) && ok;
-        } else {
-            int64_t value;
-            memcpy(&value, &stack[i], sizeof value);
-            call->ints[call->num_ints++] = arg.kind == ARG_BOOL ? (value & 0xFF) != 0 : value;
+    for (int i = 0; i < signature->num_args; i++) {
+        const struct mx_arg *arg = &signature->args[i];
+        int64_t value;
+        memcpy(&value, &stack[i], sizeof value);
+        switch (arg->kind) {
+        case MX_ARG_TENSOR:
+            ok = unbox_tensor(call, arg, stack[i]) && ok;
+            break;
+        case MX_ARG_INT:
+            call->ints[call->num_ints++] = value;
+            break;
+        case MX_ARG_BOOL:
+            call->ints[call->num_ints++] = (value & 0xFF) != 0; /* only the low byte is defined */
+            break;
         }
     }
     return ok;
@@ -132,13 +130,14 @@ static bool choose_backend(struct mx_call *call) {
 
 void mx_op_call(const struct mx_op *op, StableIValue *stack, uint64_t num_args, uint64_t num_outputs) {
     struct mx_call call;
+    (void)num_args; /* torch has matched the call against the schema */
     (void)num_outputs;
     call.op = op;
     call.num_tensors = call.num_ints = 0;
     call.error_kind = MX_ERROR_NONE;
 
-    bool ok = unbox(&call, stack, num_args) && mx_check_devices(&call) && choose_backend(&call) &&
-              mx_check_no_overlap(&call) && op->run(&call);
+    bool ok = unbox(&call, stack) && mx_check_devices(&call) && choose_backend(&call) && mx_check_no_overlap(&call) &&
+              op->run(&call);
 
     for (int i = 0; i < call.num_tensors; i++) {
         mx_torch.aoti_torch_delete_tensor_object(call.tensors[i].handle);
@@ -171,6 +170,7 @@ bool mx_register_ops(char *err, size_t err_bytes) {
         return false;
     }
     for (int i = 0; mx_ops[i]; i++) {
+        parse_schema(mx_ops[i]->schema, mx_ops[i]->signature);
         if (mx_torch.aoti_torch_library_def(defs, mx_ops[i]->schema) != 0) {
             snprintf(err, err_bytes, "torch refused the schema of %s", mx_ops[i]->name);
             return false;

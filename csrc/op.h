@@ -42,6 +42,19 @@ struct mx_tensor {
 
 struct mx_op;
 
+enum mx_arg_kind { MX_ARG_TENSOR, MX_ARG_INT, MX_ARG_BOOL };
+
+/* An op's arguments as its schema text spells them, read once at registration. */
+struct mx_signature {
+    int num_args;
+    struct mx_arg {
+        enum mx_arg_kind kind;
+        bool is_out;      /* marked (a!) */
+        const char *name; /* points into the schema, name_len characters */
+        int name_len;
+    } args[MX_MAX_ARGS];
+};
+
 /* One boxed call. */
 struct mx_call {
     const struct mx_op *op;
@@ -57,6 +70,7 @@ struct mx_call {
 struct mx_op {
     const char *name;
     const char *schema;
+    struct mx_signature *signature;    /* filled from schema by mx_register_ops() */
     bool (*run)(struct mx_call *call); /* false after mx_fail() */
     void (*boxed)(StableIValue *stack, uint64_t num_args, uint64_t num_outputs);
     bool cpu_only;
@@ -68,7 +82,8 @@ extern const struct mx_op *const mx_ops[];
 /* Defines the boxed entry point of an op: torch passes it no context, so each op needs a function of its own. */
 #define MX_DEFINE_OP(id, op_schema, run_fn, is_cpu_only)                                                             \
     static void id##_boxed(StableIValue *stack, uint64_t num_args, uint64_t num_outputs);                            \
-    const struct mx_op mx_op_##id = {#id, op_schema, run_fn, id##_boxed, is_cpu_only};                               \
+    static struct mx_signature id##_signature;                                                                       \
+    const struct mx_op mx_op_##id = {#id, op_schema, &id##_signature, run_fn, id##_boxed, is_cpu_only};              \
     static void id##_boxed(StableIValue *stack, uint64_t num_args, uint64_t num_outputs) {                           \
         mx_op_call(&mx_op_##id, stack, num_args, num_outputs);                                                       \
     }

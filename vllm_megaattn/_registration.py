@@ -1,7 +1,7 @@
 """Loads the C core and completes what a C registration cannot: fake kernels for torch.compile and meta tensors.
 
-Every op writes into arguments that the caller allocated and returns (), so its fake has nothing to compute; shapes are
-inferred by the front ends in `ops`.
+Every op writes into arguments that the caller allocated and returns (), so its fake has nothing to compute; shapes
+are inferred by the front ends in `ops`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ for _op in OPS:
 
 
 def call(op: torch._ops.OpOverload, name: str, *args: object) -> None:
-    """Run an op; turn the RuntimeError that torch makes of every C error into ValueError or TypeError where it is one."""
+    """Run an op; turn the RuntimeError that torch makes of a C error into ValueError or TypeError where it is one."""
     if torch.compiler.is_compiling():
         op(*args)
         return

@@ -1,9 +1,9 @@
 """Python front ends of torch.ops.vllm_megaattn.*: same names, allocate the results, raise ValueError / TypeError.
 
-Shapes use these letters: T tokens, G groups, K columns contracted, N rows of a group's weight, C = G * N columns of z.
-Strides are in elements. Data is float8_e4m3fn; scales are UE8M0 bytes, one for 32 elements along K; the rules of both
-are stated in csrc/mxfp8.h. `out` takes tensors of the documented shapes; results never alias inputs. Inference only:
-tensors that require grad are refused while grad mode is on.
+Shapes use these letters: T tokens, G groups, K columns contracted, N rows of a group's weight, C = G * N columns of
+z. Strides are in elements. Data is float8_e4m3fn; scales are UE8M0 bytes, one for 32 elements along K; the rules of
+both are stated in csrc/mxfp8.h. `out` takes tensors of the documented shapes; results never alias inputs. Inference
+only: tensors that require grad are refused while grad mode is on.
 
 The checks themselves live in C (csrc/op_check.c), so that `torch.ops` callers get them too; the functions here check
 just what they need to know the shape of a result.
@@ -121,8 +121,9 @@ def einsum_fp8_sfd128x4(
               [G, N/r, K/c] with r in {1, 32, 128}, c in {32, 128, 256, K}; 2-D forms stack the groups.
     scale_span: columns of z that share one scale: 32 (byte-equal to quantising the BF16 z), 128 or 256 (the byte is
               repeated: still valid MXFP8). N % scale_span == 0.
-    x_span:   columns over which the caller vouches that x's scale bytes are equal, i.e. the scale_span it was quantised
-              with. 32 promises nothing. Lets Hopper run its wide kernel; a broken promise gives wrong results there.
+    x_span:   columns over which the caller vouches that x's scale bytes are equal, i.e. the scale_span it was
+              quantised with. 32 promises nothing. Lets Hopper run its wide kernel, where a broken promise gives
+              wrong results.
     out:      (z, z_scale) to write into.
 
     Returns z e4m3 [T, G*N] and z_scale uint8 1-D F8_128x4, ceil128(T) * ceil4(G*N/32) bytes, padding 0x00.
@@ -203,8 +204,8 @@ def mxfp8_gemm_wo_b(
     """y[t, n] = sum over k of z[t, k] * w[n, k], BF16 [T, N].
 
     z:        e4m3 [T, K], any row stride, last stride 1; K % 32 == 0.
-    z_scale:  UE8M0 bytes in F8_128x4: 1-D uint8 / float8_e8m0fnu of ceil128(T) * ceil4(K/32) bytes, or the same memory
-              as int32 [ceil(T/128), K/128, 128]. Padding bytes may hold anything.
+    z_scale:  UE8M0 bytes in F8_128x4: 1-D uint8 / float8_e8m0fnu of ceil128(T) * ceil4(K/32) bytes, or the same
+              memory as int32 [ceil(T/128), K/128, 128]. Padding bytes may hold anything.
     w:        e4m3 [N, K], last stride 1 (a [K, N] view with stride (1, K) is passed as .t()).
     w_scale:  1-D F8_128x4, int32 [N, K/128], or blocks [N/r, K/c] as in `einsum_fp8_sfd128x4`.
     z_span:   as x_span there: the scale_span z was written with.
@@ -235,14 +236,16 @@ def inv_rope_mxfp8_quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotates the attention output back by its positions and quantises it: what wo_a reads.
 
-    attn:      BF16 [T, heads, D], token and head stride free, last stride 1; heads past those of the groups are padding
-               and never read. The last R columns of a head are R/2 interleaved pairs (DeepSeek: D = 512, R = 64).
+    attn:      BF16 [T, heads, D], token and head stride free, last stride 1; heads past those of the groups are
+               padding and never read. The last R columns of a head are R/2 interleaved pairs (DeepSeek: D = 512,
+               R = 64).
     positions: int64 [T]. One outside the cache poisons its token with NaN scales (0xFF); others are untouched.
-    cos_sin:   float32 [positions, R]; "halves": cos[R/2] then sin[R/2] (vLLM), "interleaved": cos, sin, cos, ... (SGLang).
+    cos_sin:   float32 [positions, R]; "halves": cos[R/2] then sin[R/2] (vLLM), "interleaved": cos, sin, cos, ...
+               (SGLang).
     groups:    G; heads per group are derived as the live heads divided by G, where live heads is `heads` unless `out`
                says otherwise (pass out, or slice attn[:, :n], to leave padded heads out).
-    order:     columns of a group: "standard" head * D + d, or "chunk_interleaved" (d/32 * heads + head) * 32 + d%32, the
-               order vLLM's mega attention writes and its wo_a is permuted to.
+    order:     columns of a group: "standard" head * D + d, or "chunk_interleaved" (d/32 * heads + head) * 32 + d%32,
+               the order vLLM's mega attention writes and its wo_a is permuted to.
     scale_span: columns that share one scale, 32, 128 or 256.
 
     Values are rotated in FP32 (order of operations: csrc/kernels.h), rounded to BF16, then quantised.
@@ -274,7 +277,7 @@ def _group_columns(op: str, attn: torch.Tensor, groups: int) -> int:
 
 
 def default_scale_span(device: torch.device, wo_a: torch.Tensor, wo_a_scale: torch.Tensor) -> int:
-    """The span o_proj uses for scales that only its own kernels read: wide where the backend and the weights allow."""
+    """The span o_proj uses for scales that only its own kernels read: wide where backend and weights allow."""
     span = _PREFERRED_SPAN.get(selector.device_key(device), 32)
     prepared = wo_a_scale.dtype is not torch.int32 and wo_a_scale.shape[-1] == 1
     return span if prepared and wo_a.shape[-1] % span == 0 and wo_a.shape[-2] % span == 0 else 32
@@ -373,7 +376,7 @@ def _projection_buffers(
     scale_span: int | None,
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool, int]:
-    """Chooses the path and allocates what lies between the kernels: z, its scales, BF16 z (empty when fused) and y."""
+    """Chooses the path; allocates what lies between the kernels (z, its scales, BF16 z, empty when fused) and y."""
     rows = _rows_of(op, "wo_a", wo_a, groups)
     _require_dims(op, "wo_b", wo_b, (2,), "[N, K]")
     _require_dims(op, "wo_a_scale", wo_a_scale, (1, 2, 3), "[G, N/r, K/c] or [G*N/r, K/c]")
@@ -409,13 +412,13 @@ def prepare_weight(
     """Brings weights into the form the device's kernels like best; idempotent, run once at load.
 
     w:       e4m3 [G, N, K], [G*N, K] or [N, K].
-    w_scale: any form that the ops take, or float32 blocks of positive powers of two (others are refused: rounding a scale
-             without re-quantising the data would change the weights).
+    w_scale: any form that the ops take, or float32 blocks of positive powers of two (others are refused: rounding a
+             scale without re-quantising the data would change the weights).
     device:  where the result shall live; default: where w lives.
 
-    Returns (w, w_scale, report). On the CPU the values are kept as they are, contiguous, scales as uint8 where they were
-    float32. On Hopper each 32 rows share one scale over all of K (uint8 [.., N/32, 1]): exact but for elements pushed
-    into e4m3's subnormal range; weights that would change by more than MAX_REBLOCK_ERROR keep their scales.
+    Returns (w, w_scale, report). On the CPU the values are kept as they are, contiguous, scales as uint8 where they
+    were float32. On Hopper each 32 rows share one scale over all of K (uint8 [.., N/32, 1]): exact but for elements
+    pushed into e4m3's subnormal range; weights that would change by more than MAX_REBLOCK_ERROR keep their scales.
     report: {"form", "changed" (elements whose value changed), "elements", "relative_error"}.
     """
     op = "prepare_weight"
