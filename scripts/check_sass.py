@@ -2,8 +2,9 @@
 
     python scripts/check_sass.py [FATBIN ...]
 
-Without arguments it reads the fat binaries of the last build (build/temp*/**/*.fatbin). Needs cuobjdump and nvdisasm, from
-a CUDA toolkit or from PyPI (nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm). Exit status 1 names each kernel and what failed.
+Without arguments it reads the fat binaries of the last build (build/temp*/**/*.fatbin). Needs cuobjdump and nvdisasm,
+from a CUDA toolkit or from PyPI (nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm). Exit status 1 names each kernel and what
+failed.
 """
 
 from __future__ import annotations
