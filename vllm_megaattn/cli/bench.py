@@ -1,0 +1,119 @@
+"""`bench`: this package beside public kernels on one GPU, in one interleaved run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from vllm_megaattn.cli import common
+
+HELP = "time this package beside public kernels on a GPU"
+OPS = ("chain", "o_proj", "wo_a", "wo_b", "inv_rope", "quantize")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from vllm_megaattn.bench.workload import MODELS
+
+    parser.add_argument("--ops", default="chain", help=f"comma list of {', '.join(OPS)} (default: chain)")
+    parser.add_argument("--model", default="v4.1-flash", choices=sorted(MODELS))
+    parser.add_argument("--tp", default="1,4,8", help="comma list of tensor-parallel sizes (default: 1,4,8)")
+    parser.add_argument("--tokens", default="1,8,32,64,128,512,2048,8192", help='comma list, or "all" for 20 sizes')
+    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (default: 5)")
+    parser.add_argument("--no-peers", action="store_true", help="only this package and the read floor")
+    parser.add_argument(
+        "--sustained", type=float, default=0.0, metavar="SECONDS", help="also time each without a pause"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write bench.json and PNG plots there")
+
+
+def run(args: argparse.Namespace) -> int:
+    ops = args.ops.split(",")
+    unknown = sorted(set(ops) - set(OPS))
+    if unknown:
+        print(f"bench: --ops must be of {', '.join(OPS)}, got {', '.join(unknown)}", file=sys.stderr)
+        return 2
+    gap = common.cuda_gap()
+    if gap:
+        print(
+            f"bench: needs a GPU with kernels of this package: {gap}. benchmarks/bench_cpu.py times the CPU backend."
+        )
+        return 2
+    from vllm_megaattn.bench import report
+    from vllm_megaattn.bench.workload import MODELS, TOKENS, Workload
+
+    tokens = TOKENS if args.tokens == "all" else tuple(int(t) for t in args.tokens.split(","))
+    rows: list[dict] = []
+    notes: list[str] = []
+
+    def note(text: str) -> None:
+        if text not in notes:
+            notes.append(text)
+            print(f"  {text}", file=sys.stderr, flush=True)
+
+    torch.manual_seed(0)
+    for tp in (int(t) for t in args.tp.split(",")):
+        work = Workload(MODELS[args.model], tp, torch.device("cuda"))
+        for count in tokens:
+            work.set_tokens(count)
+            for op in ops:
+                with common.step(f"{op} TP{tp} T={count}"):
+                    rows += _measure(work, args, op, note)
+        del work
+        torch.cuda.empty_cache()
+
+    print(report.table(rows))
+    spread = [r for r in rows if r["spread"] > 3]
+    print(f"\n{len(rows)} figures, medians of {args.rounds} interleaved rounds; spread over 3 %: {len(spread)}")
+    if args.out:
+        settings = {key: str(value) for key, value in vars(args).items() if key not in ("run", "command", "parser")}
+        report.write_json(args.out / "bench.json", rows, notes, settings)
+        for path in report.plot(args.out, rows):
+            print(path)
+    return 0
+
+
+def _measure(work, args: argparse.Namespace, op: str, note) -> list[dict]:
+    """Rows of one (tp, tokens, op)."""
+    from vllm_megaattn.bench import ours, peers, report, timing, workload
+
+    mine = ours.contenders(work, op)
+    others = [] if args.no_peers else peers.contenders(work, op, note)
+    weight_bytes = work.weight_bytes(op)
+    if weight_bytes:
+        floor = workload.read_floor_runner(weight_bytes, work.copies, work.device)
+        others.append(timing.Contender(report.FLOOR, floor))
+    min_calls = 64 if work.tokens <= 128 else 1
+    timers: dict[str, timing.GraphTimer] = {}
+    for contender in [*mine, *others]:
+        try:
+            timers[contender.name] = timing.GraphTimer(contender, work.copies, min_calls)
+        except Exception as error:  # a peer that cannot be captured must not end the run; ours may not fail
+            if contender in mine:
+                raise
+            note(f"{op}: {contender.name} left out: not capturable: {str(error).splitlines()[0][:200]}")
+            torch.cuda.synchronize()
+    figures = timing.measure(timers, rounds=args.rounds)
+    errors = {c.name: c.error for c in [*mine, *others]}
+    rows = []
+    for name, figure in figures.items():
+        row = {
+            "model": args.model,
+            "op": op,
+            "tp": work.tp,
+            "tokens": work.tokens,
+            "name": name,
+            "ours": any(c.name == name for c in mine),
+            "us": round(figure.us, 3),
+            "spread": round(figure.spread, 2),
+            "error": errors[name] if errors[name] == errors[name] else None,
+            "tflops": round(work.flops(op) / figure.us / 1e6, 1),
+        }
+        if args.sustained:
+            row["sustained_us"] = round(timers[name].sustained(args.sustained), 3)
+        rows.append(row)
+    del timers
+    torch.cuda.empty_cache()
+    return rows
