@@ -100,9 +100,18 @@ bool mx_check_sizes(struct mx_call *call, const struct mx_tensor *t, int num_dim
                    list_text(sizes, num_dims, want, sizeof want), list_text(t->sizes, t->num_dims, got, sizeof got));
 }
 
+static bool is_empty(const struct mx_tensor *t) {
+    for (int64_t d = 0; d < t->num_dims; d++) {
+        if (t->sizes[d] == 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
 bool mx_check_last_stride(struct mx_call *call, const struct mx_tensor *t) {
     char got[128];
-    return t->sizes[t->num_dims - 1] <= 1 || t->strides[t->num_dims - 1] == 1 ||
+    return t->sizes[t->num_dims - 1] <= 1 || t->strides[t->num_dims - 1] == 1 || is_empty(t) ||
            mx_fail(call, MX_ERROR_VALUE, "%.*s must have stride 1 in its last dimension, got strides %s", t->name_len,
                    t->name, list_text(t->strides, t->num_dims, got, sizeof got));
 }
@@ -110,10 +119,7 @@ bool mx_check_last_stride(struct mx_call *call, const struct mx_tensor *t) {
 bool mx_check_contiguous(struct mx_call *call, const struct mx_tensor *t) {
     char got[128];
     int64_t expected = 1;
-    for (int64_t d = t->num_dims - 1; d >= 0; d--) {
-        if (t->sizes[d] == 0) {
-            return true;
-        }
+    for (int64_t d = t->num_dims - 1; d >= 0 && !is_empty(t); d--) {
         if (t->sizes[d] != 1 && t->strides[d] != expected) {
             return mx_fail(call, MX_ERROR_VALUE, "%.*s must be contiguous, got strides %s", t->name_len, t->name,
                            list_text(t->strides, t->num_dims, got, sizeof got));
@@ -165,15 +171,6 @@ bool mx_check_devices(struct mx_call *call) {
         }
     }
     return true;
-}
-
-static bool is_empty(const struct mx_tensor *t) {
-    for (int64_t d = 0; d < t->num_dims; d++) {
-        if (t->sizes[d] == 0) {
-            return true;
-        }
-    }
-    return false;
 }
 
 /* Bytes from the first to behind the last element; torch strides are never negative. */

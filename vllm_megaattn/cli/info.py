@@ -1,0 +1,158 @@
+"""Versions, CPU features, devices, and which path the output projection takes on each of them, and why."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+
+import torch
+
+from vllm_megaattn import _C, selector
+from vllm_megaattn._version import __version__
+from vllm_megaattn.cli.common import cuda_gap, format_table, yes
+
+HELP = "versions, devices, usable backends and the selector's table"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rank", type=int, default=1024, help="rows of wo_a per group that the table is shown for")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.rank < 1:
+        args.parser.error(f"--rank must be positive, got {args.rank}")
+    devices = _devices()
+    keys = dict.fromkeys(device["key"] for device in devices)
+    result = {
+        "versions": _versions(),
+        "build": _C.build_info(),
+        "cpu": {**_C.cpu_info(), "model": _cpu_model(), "threads": torch.get_num_threads()},
+        "devices": devices,
+        "backends": _backends(keys),
+        "environment": {selector.ENV_PATH: os.environ.get(selector.ENV_PATH)},
+        "selector": {key: selector.explain(key, ranks=(args.rank,)) for key in keys},
+    }
+    print(json.dumps(result, indent=1) if args.json else _report(result))
+    return 0
+
+
+def _versions() -> dict[str, str | None]:
+    versions: dict[str, str | None] = {
+        "vllm_megaattn": __version__,
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "torch": torch.__version__,
+        "torch CUDA": torch.version.cuda,
+    }
+    for name in ("safetensors", "numpy", "matplotlib", "vllm", "sglang"):
+        versions[name] = None
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
+
+
+def _cpu_model() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _devices() -> list[dict[str, object]]:
+    """Every device torch sees: name, selector key, whether a kernel of this package runs there, and if not, why."""
+    devices: list[dict[str, object]] = [
+        {"device": "cpu", "name": _cpu_model(), "key": "cpu", "usable": True, "reason": ""}
+    ]
+    if not torch.cuda.is_available():
+        return devices
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        key = selector.device_key(device)
+        gap = selector.backend_gap(key)
+        if not gap:
+            usable, status = _C.cuda_status(index)
+            gap = "" if usable else status
+        name = torch.cuda.get_device_name(index)
+        devices.append({"device": f"cuda:{index}", "name": name, "key": key, "usable": not gap, "reason": gap})
+    return devices
+
+
+def _backends(present: dict[str, None]) -> list[dict[str, object]]:
+    """Every row of the selector's table: usable here, and if not, what is missing."""
+    rows = []
+    for row in selector.TABLE:
+        if row.devices == ("meta",):
+            continue
+        gap = selector.backend_gap(row.devices[0])
+        if not gap and not any(key in present for key in row.devices):
+            gap = cuda_gap() or "no such device here"
+        rows.append({"devices": list(row.devices), "usable": not gap, "reason": gap or row.note})
+    return rows
+
+
+def _report(result: dict[str, object]) -> str:
+    build, cpu = result["build"], result["cpu"]
+    versions = [(name, value or "-") for name, value in result["versions"].items()]
+    forced = result["environment"][selector.ENV_PATH]
+    lines = [
+        "Versions",
+        format_table(("package", "version"), versions),
+        "",
+        "Build of the C core",
+        format_table(
+            ("what", "value"),
+            [
+                ("compiler", build["compiler"]),
+                ("nvcc", build["cuda"] or "none: a CPU-only build"),
+                ("GPU kernels", ", ".join(build["images"]) or "none"),
+                ("torch ABI in use", build["torch_abi"]),
+            ],
+        ),
+        "",
+        "CPU",
+        format_table(
+            ("what", "value"),
+            [
+                ("model", cpu["model"]),
+                ("kernels in use", cpu["variant"]),
+                ("features found", cpu["features"]),
+                ("torch threads", cpu["threads"]),
+            ],
+        ),
+        "",
+        "Devices",
+        format_table(
+            ("device", "name", "key", "usable", "reason"),
+            [(d["device"], d["name"], d["key"], yes(d["usable"]), d["reason"]) for d in result["devices"]],
+        ),
+        "",
+        "Backends",
+        format_table(
+            ("for", "usable", "reason"),
+            [(", ".join(b["devices"]), yes(b["usable"]), b["reason"]) for b in result["backends"]],
+        ),
+    ]
+    for key, rows in result["selector"].items():
+        lines += [
+            "",
+            f"Path of o_proj on {key}",
+            format_table(
+                ("rank", "reader of z", "path=", "takes", "reason"),
+                [
+                    (row["rank"], row["consumer"], row["requested"], row["path"] or "refused", row["reason"])
+                    for row in rows
+                ],
+            ),
+        ]
+    if forced:
+        lines += ["", f"{selector.ENV_PATH}={forced} replaces path=auto in this environment."]
+        if forced not in selector.PATHS:
+            print(f"warning: {selector.ENV_PATH}={forced!r} is not one of {selector.PATHS}", file=sys.stderr)
+    return "\n".join(lines)

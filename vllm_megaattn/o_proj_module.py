@@ -1,0 +1,327 @@
+"""The whole output projection as a module: weights in the device's preferred form, a rotary cache, one call.
+
+    proj = OProj.from_checkpoint("model-00003-of-00048.safetensors", layer=0, tp_rank=0, tp_size=4)
+    y = proj(attn_out, positions)      # BF16 [T, heads, 512], int64 [T] -> BF16 [T, 5120], this rank's partial sum
+
+Tensor parallelism: a rank holds whole groups (rows of wo_a, the same columns of wo_b), so y is a partial sum over the
+groups and the caller adds it up over the ranks, usually in the all-reduce that follows anyway. With `process_group`
+the module does that itself, in BF16.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from vllm_megaattn import checkpoint, layouts, ops, selector
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+ORDERS = ("standard", "chunk_interleaved")
+CACHE_LAYOUTS = ("halves", "interleaved")
+
+
+class YarnScaling(NamedTuple):
+    """YaRN for contexts longer than the model was trained on: frequencies of wavelengths beyond the trained context
+    are divided by `factor`, short ones stay, those between are blended. No magnitude factor, as in DeepSeek-V4."""
+
+    factor: float
+    original_max_positions: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+
+def rope_cache(
+    max_positions: int,
+    theta: float = 10000.0,
+    *,
+    rope_dim: int = 64,
+    layout: str = "halves",
+    yarn: YarnScaling | None = None,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """float32 [max_positions, rope_dim]: a row is cos of the rope_dim / 2 angles, then their sin ("halves", vLLM), or
+    cos, sin, cos, sin, ... ("interleaved", SGLang's complex64 table).
+
+    Angle i of position p is p * theta^(-2 i / rope_dim). Computed in float64 and rounded once.
+    """
+    if max_positions < 1 or rope_dim < 2 or rope_dim % 2:
+        raise ValueError(f"max_positions must be positive, rope_dim even, got {max_positions} and {rope_dim}")
+    if layout not in CACHE_LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(CACHE_LAYOUTS)}, got {layout!r}")
+    half = rope_dim // 2
+    index = torch.arange(half, dtype=torch.float64)
+    frequency = theta ** (-2.0 * index / rope_dim)
+    if yarn is not None:
+        low = _rotations_index(yarn.beta_fast, yarn.original_max_positions, theta, rope_dim)
+        high = _rotations_index(yarn.beta_slow, yarn.original_max_positions, theta, rope_dim)
+        low, high = max(math.floor(low), 0), min(math.ceil(high), rope_dim - 1)
+        stretched = ((index - low) / max(high - low, 1e-3)).clamp(0.0, 1.0)  # 0: keep, 1: divide by factor
+        frequency = frequency * (1.0 - stretched) + frequency / yarn.factor * stretched
+    angle = torch.arange(max_positions, dtype=torch.float64)[:, None] * frequency
+    pair = torch.stack([angle.cos(), angle.sin()], dim=1 if layout == "halves" else 2)
+    return pair.reshape(max_positions, rope_dim).to(torch.float32).to(device)
+
+
+def _rotations_index(rotations: float, max_positions: int, theta: float, rope_dim: int) -> float:
+    """The (fractional) pair index whose angle makes `rotations` turns over `max_positions`."""
+    return rope_dim * math.log(max_positions / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+
+class OProj(torch.nn.Module):
+    """y = wo_b( MXFP8( wo_a( MXFP8( inverse RoPE( attention output ))))).
+
+    wo_a       float8_e4m3fn [G, rank, K]; wo_a_scale any form that the ops take, or power-of-two float32 blocks
+    wo_b       float8_e4m3fn [N, G * rank]; wo_b_scale likewise
+    cos_sin    float32 [max_positions, 64], see `rope_cache`; needed by `forward`, not by `forward_quantized`
+    order      order of a group's columns that the attention output is quantised in: "standard" (column = head * 512
+               + d) or "chunk_interleaved" (vLLM's mega attention). wo_a is always given in standard order, as
+               checkpoints hold it, and permuted here.
+    path       "auto", "fused" or "unfused", see `selector`
+    scale_span columns of an activation that share one scale; None lets the op choose
+    process_group  all-reduces y over this group; None returns the partial sum of this rank's groups
+    device     where to put everything; None: where wo_a is
+
+    The weights are buffers in the form that `prepare_weight` gives for the device; `reports` says what it changed.
+    Tensors that have that form already are taken over, not copied. `load_weights` replaces the buffers' contents in
+    place, so addresses, and captured CUDA graphs, stay valid. `Module.to` and friends move the buffers but never
+    change their dtypes: they are byte formats, not precisions.
+    """
+
+    def __init__(
+        self,
+        wo_a: torch.Tensor,
+        wo_a_scale: torch.Tensor,
+        wo_b: torch.Tensor,
+        wo_b_scale: torch.Tensor,
+        *,
+        cos_sin: torch.Tensor | None = None,
+        cos_sin_layout: str = "halves",
+        order: str = "standard",
+        path: str = "auto",
+        scale_span: int | None = None,
+        process_group: ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if order not in ORDERS:
+            raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
+        if cos_sin_layout not in CACHE_LAYOUTS:
+            raise ValueError(f"cos_sin_layout must be one of {', '.join(CACHE_LAYOUTS)}, got {cos_sin_layout!r}")
+        if cos_sin is not None and cos_sin.dtype != torch.float32:
+            raise TypeError(f"cos_sin must be float32 [max_positions, 64], got {cos_sin.dtype}")
+        if cos_sin is not None and cos_sin.dim() != 2:
+            raise ValueError(f"cos_sin must be float32 [max_positions, 64], got {list(cos_sin.shape)}")
+        _check_weights(wo_a, wo_b)
+        target = torch.device(device) if device is not None else wo_a.device
+        self.order = order
+        self.cos_sin_layout = cos_sin_layout
+        self.path = path
+        self.scale_span = scale_span
+        self.process_group = process_group
+        self.groups, self.rank, self.group_cols = wo_a.shape
+        self.out_features = wo_b.shape[0]
+        selector.select_path(
+            selector.device_key(target), rank=self.rank, requested=path
+        )  # refuse now, not in forward
+        prepared = self._prepare(wo_a, wo_a_scale, wo_b, wo_b_scale, target)
+        for name, tensor in prepared.items():
+            self.register_buffer(name, tensor)
+        cache = cos_sin.to(target) if cos_sin is not None else None
+        self.register_buffer("cos_sin", cache, persistent=False)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path_or_dir: str | os.PathLike[str],
+        layer: int,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        device: torch.device | str = "cpu",
+        *,
+        groups: int | None = None,
+        cos_sin: torch.Tensor | None = None,
+        max_positions: int = 8192,
+        rope_theta: float = 10000.0,
+        yarn: YarnScaling | None = None,
+        **options: object,
+    ) -> OProj:
+        """Build the module from a checkpoint, this rank's whole groups only (`checkpoint.load_o_proj`).
+
+        cos_sin None makes a cache of `max_positions` rows (256 bytes each) with `rope_theta` and `yarn`; layers that
+        share a cache pass it. Other options are those of the constructor.
+        """
+        process_group = options.get("process_group")
+        if process_group is not None:
+            world = torch.distributed.get_world_size(process_group)
+            if world != tp_size:
+                raise ValueError(f"process_group must have tp_size={tp_size} members, got {world}")
+        weights = checkpoint.load_o_proj(path_or_dir, layer, tp_rank=tp_rank, tp_size=tp_size, groups=groups)
+        if cos_sin is None:
+            layout = str(options.get("cos_sin_layout", "halves"))
+            cos_sin = rope_cache(max_positions, rope_theta, layout=layout, yarn=yarn)
+        return cls(
+            weights.wo_a,
+            weights.wo_a_scale,
+            weights.wo_b,
+            weights.wo_b_scale,
+            cos_sin=cos_sin,
+            device=device,
+            **options,
+        )
+
+    def forward(self, attn_out: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """BF16 [T, >= G * heads per group, 512] and int64 [T] -> BF16 [T, N].
+
+        Heads beyond the live ones are padding and are not read. A position outside the cache gives NaN for its token.
+        """
+        if self.cos_sin is None:
+            raise ValueError("OProj was built without cos_sin: give it one, or call forward_quantized")
+        y = ops.o_proj_from_attn(
+            attn_out,
+            positions,
+            self.cos_sin,
+            self.wo_a,
+            self.wo_a_scale,
+            self.wo_b,
+            self.wo_b_scale,
+            groups=self.groups,
+            order=self.order,
+            cos_sin_layout=self.cos_sin_layout,
+            path=self.path,
+            scale_span=self.scale_span,
+        )
+        return self._reduce(y)
+
+    def forward_quantized(self, x: torch.Tensor, x_scale: torch.Tensor, *, x_span: int = 32) -> torch.Tensor:
+        """e4m3 [T, G, K] in the module's column order and packed int32 scales [T, G, K / 128] -> BF16 [T, N].
+
+        x_span: columns over which the scale bytes of x are known to be equal; 32 promises nothing.
+        """
+        y = ops.o_proj(
+            x,
+            x_scale,
+            self.wo_a,
+            self.wo_a_scale,
+            self.wo_b,
+            self.wo_b_scale,
+            path=self.path,
+            scale_span=self.scale_span,
+            x_span=x_span,
+        )
+        return self._reduce(y)
+
+    @torch.no_grad()
+    def load_weights(
+        self, wo_a: torch.Tensor, wo_a_scale: torch.Tensor, wo_b: torch.Tensor, wo_b_scale: torch.Tensor
+    ) -> None:
+        """Replace all four tensors in place, through the same preparation as in the constructor.
+
+        Nothing is written unless everything fits: wrong shapes or dtypes raise ValueError and leave the old weights.
+        """
+        _check_weights(wo_a, wo_b)
+        expected = [self.groups, self.rank, self.group_cols], [self.out_features, self.groups * self.rank]
+        for name, tensor, shape in zip(("wo_a", "wo_b"), (wo_a, wo_b), expected, strict=True):
+            if list(tensor.shape) != shape:
+                raise ValueError(f"{name} must have shape {shape} as before, got {list(tensor.shape)}")
+        reports = self.reports
+        prepared = self._prepare(wo_a, wo_a_scale, wo_b, wo_b_scale, self.wo_a.device)
+        for name, tensor in prepared.items():
+            old = getattr(self, name)
+            if tensor.shape != old.shape or tensor.dtype != old.dtype:
+                self.reports = reports
+                raise ValueError(
+                    f"{name} must keep its form {old.dtype} {list(old.shape)} (scales in the same blocks as before), "
+                    f"got {tensor.dtype} {list(tensor.shape)}"
+                )
+        for name, tensor in prepared.items():
+            getattr(self, name).copy_(tensor)
+
+    def choice(self) -> selector.Choice:
+        """Path, backend and reason for the device the weights are on now."""
+        return selector.select_path(selector.device_key(self.wo_a.device), rank=self.rank, requested=self.path)
+
+    def extra_repr(self) -> str:
+        try:
+            choice = self.choice()
+            chosen = f"path={choice.path} on {choice.backend} ({choice.reason})"
+        except ValueError as error:
+            chosen = str(error)
+        cache = "none" if self.cos_sin is None else f"{self.cos_sin.shape[0]} positions, {self.cos_sin_layout}"
+        return (
+            f"wo_a {list(self.wo_a.shape)} with {self.wo_a_scale.dtype} scales {list(self.wo_a_scale.shape)}, "
+            f"wo_b {list(self.wo_b.shape)} with {self.wo_b_scale.dtype} scales {list(self.wo_b_scale.shape)},\n"
+            f"order={self.order}, rope cache: {cache}, device={self.wo_a.device}, "
+            f"{'partial sum' if self.process_group is None else 'all-reduced'},\n{chosen}"
+        )
+
+    def _prepare(
+        self,
+        wo_a: torch.Tensor,
+        wo_a_scale: torch.Tensor,
+        wo_b: torch.Tensor,
+        wo_b_scale: torch.Tensor,
+        device: torch.device,
+    ) -> dict[str, torch.Tensor]:
+        wo_a_scale = _bytes_if_float32(wo_a_scale, "wo_a_scale")
+        wo_b_scale = _bytes_if_float32(wo_b_scale, "wo_b_scale")
+        if self.order == "chunk_interleaved":
+            wo_a, wo_a_scale = _interleave(wo_a, wo_a_scale)
+        prepared: dict[str, torch.Tensor] = {}
+        self.reports: dict[str, object] = {}
+        for name, weight, scale in (("wo_a", wo_a, wo_a_scale), ("wo_b", wo_b, wo_b_scale)):
+            prepared[name], prepared[f"{name}_scale"], self.reports[name] = ops.prepare_weight(
+                weight, scale, device=device
+            )
+        return prepared
+
+    def _reduce(self, y: torch.Tensor) -> torch.Tensor:
+        if self.process_group is not None:
+            torch.distributed.all_reduce(y, group=self.process_group)
+        return y
+
+    def _apply(self, fn, recurse: bool = True):
+        def move_only(tensor: torch.Tensor) -> torch.Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(move_only, recurse)
+
+
+def _check_weights(wo_a: torch.Tensor, wo_b: torch.Tensor) -> None:
+    for name, tensor, dims in (("wo_a", wo_a, "[G, rank, K]"), ("wo_b", wo_b, "[N, G * rank]")):
+        if tensor.dtype != torch.float8_e4m3fn:
+            raise TypeError(f"{name} must be float8_e4m3fn {dims}, got {tensor.dtype} {list(tensor.shape)}")
+        if tensor.dim() != dims.count(",") + 1:
+            raise ValueError(f"{name} must have shape {dims}, got {list(tensor.shape)}")
+    if wo_b.shape[1] != wo_a.shape[0] * wo_a.shape[1]:
+        raise ValueError(
+            f"wo_b must have G * rank = {wo_a.shape[0] * wo_a.shape[1]} columns to follow wo_a {list(wo_a.shape)}, "
+            f"got {list(wo_b.shape)}"
+        )
+
+
+def _bytes_if_float32(scale: torch.Tensor, name: str) -> torch.Tensor:
+    return layouts.scale_bytes_from_float32(scale, name=name) if scale.dtype == torch.float32 else scale
+
+
+def _interleave(wo_a: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """wo_a and its scales with a group's columns in chunk-interleaved order; the scales become 1x32 or 32x32 blocks,
+    since a 128-wide block is torn apart by the permutation."""
+    groups, rank, cols = wo_a.shape
+    if cols % checkpoint.HEAD_DIM:
+        raise ValueError(f"wo_a must have a multiple of {checkpoint.HEAD_DIM} columns to be reordered, got {cols}")
+    heads = cols // checkpoint.HEAD_DIM
+    if scale.dtype == torch.int32:
+        scale = layouts.from_packed(scale, cols // layouts.BLOCK, name="wo_a_scale")
+    scale = layouts.scale_bytes(scale, name="wo_a_scale").reshape(groups, -1, scale.shape[-1])
+    candidates = ((32, 32), (128, 128), (1, 32))
+    block = layouts.find_block_shape(rank, cols, scale.shape[-2:], candidates=candidates, name="wo_a_scale")
+    if block == (128, 128):
+        scale = layouts.expand_blocks(scale, rank, cols, block)[:, :: layouts.BLOCK].contiguous()
+    order = checkpoint.HEAD_DIM
+    return layouts.to_chunk_interleaved(wo_a, heads, order), layouts.to_chunk_interleaved(scale, heads, order)
