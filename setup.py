@@ -134,8 +134,10 @@ def nvcc_version(nvcc: Path) -> str:
 
 
 def include_dirs(nvcc: Path) -> list[Path]:
-    """Where cuda.h is: beside the compiler in a toolkit and in PyPI's layout alike."""
-    home = nvcc.resolve().parent.parent
+    """Where cuda.h is. nvcc is asked, since what is on PATH may be a script that starts a toolkit elsewhere."""
+    dry = subprocess.run([nvcc, "-dryrun", "-E", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
+    top = re.search(r"#\$ TOP=(.+)", dry)
+    home = Path(top[1].strip()) if top else nvcc.resolve().parent.parent
     found = [p for p in (home / "include", home / "targets/x86_64-linux/include") if (p / "cuda.h").exists()]
     if not found:
         raise SystemExit(f"cuda.h not found beside {nvcc}; nvidia-cuda-runtime from PyPI holds it")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch  # must be loaded before the C core, which finds libtorch in the process
 
-from vllm_megaattn import _C
+from vllm_megaattn import _C, self_check
 
 NAMESPACE = "vllm_megaattn"
 OPS = (
@@ -42,6 +42,8 @@ def call(op: torch._ops.OpOverload, name: str, *args: object) -> None:
     if torch.compiler.is_compiling():
         op(*args)
         return
+    if args[0].is_cuda:
+        self_check.before_call(name, args[0])
     try:
         op(*args)
     except RuntimeError as error:
