@@ -88,6 +88,8 @@ class BuildExt(build_ext):
             ext.extra_compile_args += [f"-I{directory}" for directory in include_dirs(nvcc)]
         else:
             print("vllm_megaattn: no nvcc found or wanted: building the CPU-only module", flush=True)
+        # Some Pythons link with a search path of their own build machine; the module needs libc alone.
+        self.compiler.linker_so = [flag for flag in self.compiler.linker_so if not flag.startswith("-Wl,-rpath")]
         if os.environ.get("VLLM_MEGAATTN_WERROR") == "1":
             ext.extra_compile_args.append("-Werror")
         if os.environ.get("VLLM_MEGAATTN_SANITIZE") == "1":

@@ -29,12 +29,23 @@ FLAG_NO_PDL = 2
 _ERROR_TYPES = {1: ValueError, 2: TypeError, 3: RuntimeError}
 
 
-def _fake(*args: object) -> None:
-    """Nothing to infer: the op returns () and its results are arguments."""
+def _make_fake(op: str):
+    """The op returns () and its results are arguments, so there is nothing to infer; but one tensor on the meta device
+    among real ones sends the whole call here, and doing nothing would leave real results unwritten."""
+    names = [argument.name for argument in getattr(torch.ops.vllm_megaattn, op).default._schema.arguments]
+
+    def fake(*args: object) -> None:
+        tensors = [(name, arg) for name, arg in zip(names, args, strict=True) if isinstance(arg, torch.Tensor)]
+        first_name, first = tensors[0]
+        for name, tensor in tensors:
+            if tensor.device != first.device:
+                raise ValueError(f"{op}: {name} must be on {first.device} like {first_name}, got {tensor.device}")
+
+    return fake
 
 
 for _op in OPS:
-    torch.library.register_fake(f"{NAMESPACE}::{_op}", _fake)
+    torch.library.register_fake(f"{NAMESPACE}::{_op}", _make_fake(_op))
 
 
 def call(op: torch._ops.OpOverload, name: str, *args: object) -> None:

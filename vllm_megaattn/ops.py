@@ -64,11 +64,12 @@ def _require_dims(op: str, name: str, tensor: torch.Tensor, dims: tuple[int, ...
 def _rows_of(op: str, name: str, w: torch.Tensor, groups: int) -> int:
     """N of weights [G, N, K] or [G*N, K]."""
     _require_dims(op, name, w, (2, 3), "[G, N, K] or [G*N, K]")
-    if w.dim() == 3:
-        return w.shape[1]
-    if groups == 0 or w.shape[0] % groups:
+    if w.dim() == 2 and (groups == 0 or w.shape[0] % groups):
         raise ValueError(f"{op}: {name} must have a multiple of G = {groups} rows, got {w.shape[0]}")
-    return w.shape[0] // groups
+    rows = w.shape[1] if w.dim() == 3 else w.shape[0] // groups
+    if rows == 0:
+        raise ValueError(f"{op}: {name} must have a positive number of rows, got shape {list(w.shape)}")
+    return rows
 
 
 def _choose(op: str, name: str, value: object, choices: dict[str, int]) -> int:
@@ -429,6 +430,7 @@ def prepare_weight(
     target = torch.device(device) if device is not None else w.device
     if w_scale.dtype is torch.float32:
         w_scale = layouts.scale_bytes_from_float32(w_scale, name="w_scale")
+    _check_weight(op, w, w_scale)
     report: dict[str, object] = {"form": "as given", "changed": 0, "elements": w.numel(), "relative_error": 0.0}
     key = selector.device_key(target)
     already = w_scale.dtype is not torch.int32 and w_scale.dim() == w.dim() and w_scale.shape[-1] == 1
@@ -440,6 +442,22 @@ def prepare_weight(
         else:
             report.update(form="as given", refused_relative_error=stats["relative_error"])
     return w.to(target).contiguous(), w_scale.to(target), report
+
+
+def _check_weight(op: str, w: torch.Tensor, w_scale: torch.Tensor) -> None:
+    """Refuses what the ops would refuse, by asking one: zero tokens, tensors of the same shapes on the CPU, no work."""
+    w_like = torch.empty(w.shape, dtype=w.dtype)
+    scale_like = torch.empty(w_scale.shape, dtype=w_scale.dtype)
+    try:
+        if w.dim() == 3 and w.shape[2] % 128 == 0:
+            x = torch.empty((0, w.shape[0], w.shape[2]), dtype=E4M3)
+            einsum_fp8_bf16(x, torch.empty((0, w.shape[0], w.shape[2] // 128), dtype=torch.int32), w_like, scale_like)
+        else:
+            _require_dims(op, "w", w, (2,), "[N, K], or [G, N, K] with K a multiple of 128")
+            z = torch.empty((0, w.shape[1]), dtype=E4M3)
+            mxfp8_gemm_wo_b(z, torch.empty(0, dtype=torch.uint8), w_like, scale_like)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{op}: {str(error).split(': ', 1)[1]}") from None
 
 
 def _reblock(

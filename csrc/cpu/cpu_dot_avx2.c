@@ -16,23 +16,18 @@
 
 /* ---- decode ------------------------------------------------------------------------------------------------ */
 
-/* What a decoded half-precision pattern is multiplied by: 2^(byte - 127) * 2^8. Bytes above 246 occur only with zeros
- * and in irregular rows; they stop at the largest power of two, so that zeros stay zeros. */
-static float factor_of_scale(uint8_t byte) {
-    uint32_t exponent = byte + 8u < 254u ? byte + 8u : 254u;
-    return mx_f32_of_bits(byte == MX_SCALE_NAN ? 0x7FC00000u : exponent << 23);
-}
+AVX2 static void avx2_find_factors(const uint8_t *scale, float *factor) { row_find_factors(scale, 256.0f, factor); }
 
 /* e4m3 -> FP32 goes through half precision, whose conversion handles subnormals at full speed: with the sign moved to
  * bit 15 and the seven other bits to bits 13..7, an e4m3 byte is the half-precision number e4m3 * 2^-8. Only NaN is
  * not (0x7F reads as 1.875, the largest pattern) and gets patched, if there is one. */
-AVX2 static void avx2_decode(const uint8_t *elements, const uint8_t *scale, int num_blocks, void *out) {
+AVX2 static void avx2_decode(const uint8_t *elements, const float *factor, int num_blocks, void *out) {
     const __m256i sign_and_magnitude = _mm256_set1_epi16((short)0xBF80), magnitude = _mm256_set1_epi16(0x3F80);
     float *out_row = out;
 
     __m256i largest = _mm256_setzero_si256();
     for (int b = 0; b < num_blocks; b++) {
-        __m256 f = _mm256_set1_ps(factor_of_scale(scale[b]));
+        __m256 f = _mm256_set1_ps(factor[b]);
 #pragma GCC unroll 2
         for (int k = b * MX_BLOCK; k < (b + 1) * MX_BLOCK; k += 16) {
             /* Sign extension fills bits 15..7 with the sign; the shift leaves it in 15 and 14, the mask in 15 */
@@ -142,6 +137,7 @@ const struct mx_cpu_variant mx_cpu_avx2 = {
     .name = "avx2",
     .element_bytes = sizeof(float),
     .max_tokens = 2,
+    .find_factors = avx2_find_factors,
     .decode = avx2_decode,
     .dot = avx2_dot,
     .dot_exact = avx2_dot_exact,

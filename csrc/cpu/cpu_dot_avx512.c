@@ -14,32 +14,23 @@
 #define AVX512_TARGET "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c"
 #define AVX512        __attribute__((target(AVX512_TARGET)))
 #define AVX512_INL    static inline __attribute__((always_inline, target(AVX512_TARGET)))
+#define VBMI          __attribute__((target(AVX512_TARGET ",avx512vbmi")))
+#define VBMI_INL      static inline __attribute__((always_inline, target(AVX512_TARGET ",avx512vbmi")))
 #define BF16          __attribute__((target(AVX512_TARGET ",avx512bf16")))
 #define BF16_INL      static inline __attribute__((always_inline, target(AVX512_TARGET ",avx512bf16")))
 
 /* ---- decode ------------------------------------------------------------------------------------------------ */
 
-/* What a decoded half-precision pattern is multiplied by: 2^(byte - 127) * 2^8. Bytes above 246 occur only with zeros
- * and in irregular rows; they stop at the largest power of two, so that zeros stay zeros. */
-AVX512_INL __m512 factor_of_scale(__m128i bytes) {
-    __m512i s = _mm512_cvtepu8_epi32(bytes);
-    __m512i exponent = _mm512_min_epi32(_mm512_add_epi32(s, _mm512_set1_epi32(8)), _mm512_set1_epi32(254));
-    __m512i bits = _mm512_slli_epi32(exponent, 23);
-    __mmask16 nan = _mm512_cmpeq_epi32_mask(s, _mm512_set1_epi32(MX_SCALE_NAN));
-    return _mm512_castsi512_ps(_mm512_mask_mov_epi32(bits, nan, _mm512_set1_epi32(0x7FC00000)));
+AVX512 static void avx512_find_factors(const uint8_t *scale, float *factor) {
+    row_find_factors(scale, 256.0f, factor);
 }
 
 /* e4m3 -> FP32 goes through half precision, whose conversion handles subnormals at full speed: with the sign moved to
  * bit 15 and the seven other bits to bits 13..7, an e4m3 byte is the half-precision number e4m3 * 2^-8. Only NaN is
  * not (0x7F reads as 1.875, the largest pattern) and gets patched, if there is one. */
-AVX512 static void avx512_decode(const uint8_t *elements, const uint8_t *scale, int num_blocks, void *out) {
+AVX512 static void avx512_decode(const uint8_t *elements, const float *factor, int num_blocks, void *out) {
     const __m512i sign_and_magnitude = _mm512_set1_epi16((short)0xBF80), magnitude = _mm512_set1_epi16(0x3F80);
     float *out_row = out;
-    float factor[MX_CPU_CHUNK_BLOCKS];
-    for (int b = 0; b < num_blocks; b += 16) {
-        _mm512_storeu_ps(factor + b, factor_of_scale(_mm_loadu_si128((const __m128i *)(scale + b))));
-    }
-
     __m512i largest = _mm512_setzero_si512();
     for (int b = 0; b < num_blocks; b++, elements += MX_BLOCK, out_row += MX_BLOCK) {
         /* Sign extension fills bits 15..7 with the sign; the shift leaves it in 15 and 14, the mask in 15 */
@@ -57,6 +48,72 @@ AVX512 static void avx512_decode(const uint8_t *elements, const uint8_t *scale, 
     if (_mm512_cmpeq_epi16_mask(largest, magnitude)) {
         const int num_elements = num_blocks * MX_BLOCK;
         mx_cpu_patch_nan(elements - num_elements, num_elements, out_row - num_elements);
+    }
+}
+
+/* The same with byte permutations (VBMI), which are one look-up of 64 elements in a table of 128: an e4m3 magnitude
+ * becomes the two bytes of its BF16 pattern, subnormals and NaN included. BF16 is the upper half of FP32. */
+#define BF16_OF(m)                                                                                                   \
+    ((m) == MX_E4M3_NAN ? 0x7FC0                    /* */                                                            \
+     : (m) >= 8         ? 0x3C00 + ((m) << 4)       /* normal: exponent bias 7 -> 127 */                             \
+     : (m) >= 4         ? 0x3C00 + (((m) - 4) << 5) /* subnormal: m * 2^-9 */                                        \
+     : (m) >= 2         ? 0x3B80 + (((m) - 2) << 6)                                                                  \
+                        : (m) * 0x3B00)
+#define LOW_BYTE(m)  (BF16_OF(m) & 0xFF)
+#define HIGH_BYTE(m) (BF16_OF(m) >> 8)
+#define EIGHT(of, m) of(m), of((m) + 1), of((m) + 2), of((m) + 3), of((m) + 4), of((m) + 5), of((m) + 6), of((m) + 7)
+#define SIXTY_FOUR(of, m)                                                                                            \
+    EIGHT(of, m), EIGHT(of, (m) + 8), EIGHT(of, (m) + 16), EIGHT(of, (m) + 24), EIGHT(of, (m) + 32),                 \
+        EIGHT(of, (m) + 40), EIGHT(of, (m) + 48), EIGHT(of, (m) + 56)
+
+static const uint8_t LOW_BYTES[128] = {SIXTY_FOUR(LOW_BYTE, 0), SIXTY_FOUR(LOW_BYTE, 64)};
+static const uint8_t HIGH_BYTES[128] = {SIXTY_FOUR(HIGH_BYTE, 0), SIXTY_FOUR(HIGH_BYTE, 64)};
+
+/* Two blocks a and b of 32 bytes -> per 32-bit lane l: a[l], a[16 + l], b[l], b[16 + l]. */
+#define LANE(l) l, 16 + l, 32 + l, 48 + l
+static const uint8_t LANE_ORDER[64] = {LANE(0), LANE(1), LANE(2),  LANE(3),  LANE(4),  LANE(5),  LANE(6),  LANE(7),
+                                       LANE(8), LANE(9), LANE(10), LANE(11), LANE(12), LANE(13), LANE(14), LANE(15)};
+
+/* Decodes the two blocks in `bytes`, the second one only if there is one (a constant where this is inlined). */
+VBMI_INL void decode_two_blocks(__m512i bytes, const float *factor, const bool second, float *out) {
+    const __m512i low_0 = _mm512_loadu_si512(LOW_BYTES), low_1 = _mm512_loadu_si512(LOW_BYTES + 64);
+    const __m512i high_0 = _mm512_loadu_si512(HIGH_BYTES), high_1 = _mm512_loadu_si512(HIGH_BYTES + 64);
+    const __m512i high_bytes = _mm512_set1_epi16((short)0xFF00), high_words = _mm512_set1_epi32((int)0xFFFF0000);
+    bytes = _mm512_permutexvar_epi8(_mm512_loadu_si512(LANE_ORDER), bytes);
+
+    /* Look up; the sign bit is no part of an index, and belongs on top of the upper byte: high | (bytes & 0x80) */
+    __m512i low = _mm512_permutex2var_epi8(low_0, bytes, low_1);
+    __m512i high = _mm512_permutex2var_epi8(high_0, bytes, high_1);
+    high = _mm512_ternarylogic_epi32(high, bytes, _mm512_set1_epi8((char)0x80), 0xF8);
+
+    /* Byte pairs -> BF16: [ a[l], b[l] ] and [ a[16 + l], b[16 + l] ]; 0xCA selects: high_bytes ? second : third */
+    __m512i lower = _mm512_ternarylogic_epi32(high_bytes, _mm512_slli_epi16(high, 8), low, 0xCA);
+    __m512i upper = _mm512_ternarylogic_epi32(high_bytes, high, _mm512_srli_epi16(low, 8), 0xCA);
+
+    /* BF16 -> FP32, scale */
+    __m512 f_a = _mm512_set1_ps(factor[0]);
+    _mm512_storeu_ps(out, _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(lower, 16)), f_a));
+    _mm512_storeu_ps(out + 16, _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(upper, 16)), f_a));
+    if (second) {
+        __m512 f_b = _mm512_set1_ps(factor[1]);
+        _mm512_storeu_ps(out + 32, _mm512_mul_ps(_mm512_castsi512_ps(_mm512_and_si512(lower, high_words)), f_b));
+        _mm512_storeu_ps(out + 48, _mm512_mul_ps(_mm512_castsi512_ps(_mm512_and_si512(upper, high_words)), f_b));
+    }
+}
+
+AVX512 static void avx512vbmi_find_factors(const uint8_t *scale, float *factor) {
+    row_find_factors(scale, 1.0f, factor);
+}
+
+VBMI static void avx512vbmi_decode(const uint8_t *elements, const float *factor, int num_blocks, void *out) {
+    float *out_row = out;
+    int b = 0;
+    for (; b + 2 <= num_blocks; b += 2) {
+        decode_two_blocks(_mm512_loadu_si512(elements + b * MX_BLOCK), factor + b, true, out_row + b * MX_BLOCK);
+    }
+    if (b < num_blocks) {
+        __m256i last = _mm256_loadu_si256((const __m256i *)(elements + b * MX_BLOCK));
+        decode_two_blocks(_mm512_zextsi256_si512(last), factor + b, false, out_row + b * MX_BLOCK);
     }
 }
 
@@ -213,10 +270,10 @@ AVX512 static void avx512_inv_rotate(const uint16_t *in, const float *cos, const
 
 /* A regular row's values are BF16 numbers, the upper halves of their FP32 patterns. Within a block, the 32-bit lane l
  * holds column l below and column 16 + l above, the order in which VDPBF16PS adds. */
-AVX512 static void avx512bf16_decode(const uint8_t *elements, const uint8_t *scale, int num_blocks, void *out) {
+AVX512 static void avx512bf16_decode(const uint8_t *elements, const float *factor, int num_blocks, void *out) {
     float row[MX_CPU_CHUNK];
     uint16_t *out_row = out;
-    avx512_decode(elements, scale, num_blocks, row);
+    avx512_decode(elements, factor, num_blocks, row);
     for (int k = 0; k < num_blocks * MX_BLOCK; k += MX_BLOCK) {
         __m512i lower = _mm512_srli_epi32(_mm512_castps_si512(_mm512_loadu_ps(row + k)), 16);
         __m512i upper = _mm512_castps_si512(_mm512_loadu_ps(row + k + 16));
@@ -269,7 +326,21 @@ const struct mx_cpu_variant mx_cpu_avx512 = {
     .name = "avx512",
     .element_bytes = sizeof(float),
     .max_tokens = 4,
+    .find_factors = avx512_find_factors,
     .decode = avx512_decode,
+    .dot = avx512_dot,
+    .dot_exact = avx512_dot_exact,
+    .round_bf16 = avx512_round_bf16,
+    .quantize = avx512_quantize,
+    .inv_rotate = avx512_inv_rotate,
+};
+
+const struct mx_cpu_variant mx_cpu_avx512vbmi = {
+    .name = "avx512vbmi",
+    .element_bytes = sizeof(float),
+    .max_tokens = 4,
+    .find_factors = avx512vbmi_find_factors,
+    .decode = avx512vbmi_decode,
     .dot = avx512_dot,
     .dot_exact = avx512_dot_exact,
     .round_bf16 = avx512_round_bf16,
@@ -281,6 +352,7 @@ const struct mx_cpu_variant mx_cpu_avx512bf16 = {
     .name = "avx512bf16",
     .element_bytes = sizeof(uint16_t),
     .max_tokens = 4,
+    .find_factors = avx512_find_factors,
     .decode = avx512bf16_decode,
     .dot = avx512bf16_dot,
     .dot_exact = avx512_dot_exact,

@@ -6,12 +6,13 @@
 
 /* ---- decode ------------------------------------------------------------------------------------------------ */
 
-static void scalar_decode(const uint8_t *elements, const uint8_t *scale, int num_blocks, void *out) {
+static void scalar_find_factors(const uint8_t *scale, float *factor) { row_find_factors(scale, 1.0f, factor); }
+
+static void scalar_decode(const uint8_t *elements, const float *factor, int num_blocks, void *out) {
     float *out_row = out;
     for (int b = 0; b < num_blocks; b++) {
-        float factor = mx_f32_from_scale(scale[b]);
         for (int i = 0; i < MX_BLOCK; i++) {
-            out_row[b * MX_BLOCK + i] = mx_f32_from_e4m3(elements[b * MX_BLOCK + i]) * factor;
+            out_row[b * MX_BLOCK + i] = mx_f32_from_e4m3(elements[b * MX_BLOCK + i]) * factor[b];
         }
     }
 }
@@ -65,6 +66,7 @@ const struct mx_cpu_variant mx_cpu_scalar = {
     .name = "scalar",
     .element_bytes = sizeof(float),
     .max_tokens = 4,
+    .find_factors = scalar_find_factors,
     .decode = scalar_decode,
     .dot = scalar_dot,
     .dot_exact = scalar_dot_exact,

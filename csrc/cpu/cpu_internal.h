@@ -54,9 +54,12 @@ struct mx_cpu_variant {
     int element_bytes;
     int max_tokens; /* largest `num_tokens` of `dot` */
 
-    /* Decodes num_blocks * 32 elements of one row: out[k] = e4m3(elements[k]) * 2^(scale[k / 32] - 127). `scale` has
-     * MX_CPU_CHUNK_BLOCKS readable bytes whatever num_blocks is. */
-    void (*decode)(const uint8_t *elements, const uint8_t *scale, int num_blocks, void *out);
+    /* What `decode` multiplies the blocks of a chunk by, for their MX_CPU_CHUNK_BLOCKS scale bytes: 2^(byte - 127) times
+     * a constant that makes up for the way in which it reads the elements. NaN for byte 255, never Inf. */
+    void (*find_factors)(const uint8_t *scale, float *factor);
+
+    /* Decodes num_blocks * 32 elements of one row: out[k] = e4m3(elements[k]) * 2^(scale[k / 32] - 127). */
+    void (*decode)(const uint8_t *elements, const float *factor, int num_blocks, void *out);
 
     /* One chunk of a tile: sums[t * MX_CPU_TILE_ROWS + n] = steps 2 and 3 above, for `num_tokens` rows of x and
      * MX_CPU_TILE_ROWS rows of w, decoded rows MX_CPU_ROW elements apart. May write up to MX_CPU_SUMS values. */
@@ -82,6 +85,7 @@ extern const struct mx_cpu_variant mx_cpu_scalar;
 #if defined(__x86_64__)
 extern const struct mx_cpu_variant mx_cpu_avx2;
 extern const struct mx_cpu_variant mx_cpu_avx512;
+extern const struct mx_cpu_variant mx_cpu_avx512vbmi;
 extern const struct mx_cpu_variant mx_cpu_avx512bf16;
 #endif
 

@@ -30,8 +30,15 @@ enum {
     MIN_PIECE_PRODUCTS = 1 << 18, /* a thread is not woken for less: about 10 us */
 };
 
-/* Scale bytes of one row of one chunk, gathered and filled up, and whether the row is irregular (cpu_internal.h). */
+/* Scales of one chunk of one row, or of several rows that share them. */
 struct row_scales {
+    uint8_t byte[MX_CPU_CHUNK_BLOCKS];
+    float factor[MX_CPU_CHUNK_BLOCKS]; /* for the variant's `decode` */
+    bool suspect; /* there is a byte that makes a row irregular (cpu_internal.h) if its block lives */
+};
+
+/* A row of x of the panel. */
+struct x_row {
     uint8_t byte[MX_CPU_CHUNK_BLOCKS];
     bool irregular;
 };
@@ -48,14 +55,14 @@ struct plan {
 
 /* What one thread needs, allocated once a range. */
 struct scratch {
-    uint8_t *x;                  /* decoded x    [panel_chunks][block_tokens][MX_CPU_ROW] */
-    struct row_scales *x_scales; /*              [panel_chunks][block_tokens] */
-    uint8_t *w;                  /* decoded w    [MX_CPU_TILE_ROWS][MX_CPU_ROW] */
-    float *sums;                 /*              [block_rows / 6][block_tokens][6]: tile after tile */
-    float *sums_t;               /* one token's  [block_rows] */
-    uint16_t *z_t;               /* BF16 of it   [block_rows], where it gets quantised */
-    int64_t group, token;        /* which part of x is decoded: its group, first token ... */
-    int64_t panel;               /* ... and panel; -1 for none */
+    uint8_t *x;           /* decoded x    [panel_chunks][block_tokens][MX_CPU_ROW] */
+    struct x_row *x_rows; /*              [panel_chunks][block_tokens] */
+    uint8_t *w;           /* decoded w    [MX_CPU_TILE_ROWS][MX_CPU_ROW] */
+    float *sums;          /*              [block_rows / 6][block_tokens][6]: tile after tile */
+    float *sums_t;        /* one token's  [block_rows] */
+    uint16_t *z_t;        /* BF16 of it   [block_rows], where it gets quantised */
+    int64_t group, token; /* which part of x is decoded: its group, first token ... */
+    int64_t panel;        /* ... and panel; -1 for none */
 };
 
 /* A thread's current block. */
@@ -126,21 +133,31 @@ static bool is_regular_byte(uint8_t byte) {
     return ((byte >= MX_CPU_SCALE_MIN) & (byte <= MX_CPU_SCALE_MAX)) | (byte == MX_SCALE_NAN);
 }
 
-static bool is_zero_block(const uint8_t *elements) {
-    uint8_t bits = 0;
-    for (int i = 0; i < MX_BLOCK; i++) {
-        bits |= elements[i];
+/* The scales of one chunk of one row. */
+static void find_scales(const struct mx_cpu_variant *variant, const struct mx_scales *s, int64_t group, int64_t row,
+                        int64_t chunk, int num_blocks, struct row_scales *scales) {
+    memset(scales->byte, MX_SCALE_ONE, sizeof scales->byte);
+    gather_scales(s, group, row, chunk * MX_CPU_CHUNK_BLOCKS, num_blocks, scales->byte);
+    uint8_t suspects = 0;
+    for (int b = 0; b < MX_CPU_CHUNK_BLOCKS; b++) { /* a fixed count: a few vector operations */
+        suspects |= !is_regular_byte(scales->byte[b]);
     }
-    return (bits & 0x7F) == 0;
+    scales->suspect = suspects;
+    variant->find_factors(scales->byte, scales->factor);
 }
 
-static bool is_irregular(const uint8_t *elements, const uint8_t *byte, int num_blocks) {
-    uint8_t suspects = 0;
-    for (int b = 0; b < MX_CPU_CHUNK_BLOCKS; b++) { /* a fixed count: two vector comparisons */
-        suspects |= !is_regular_byte(byte[b]);
-    }
-    for (int b = 0; suspects && b < num_blocks; b++) {
-        if (!is_regular_byte(byte[b]) && !is_zero_block(elements + b * MX_BLOCK)) {
+/* Whether `row` has the scales of the row before it. */
+static bool shares_scales(const struct mx_scales *s, int64_t row) {
+    return s->layout == MX_SCALE_BLOCKS && row % s->block_rows != 0;
+}
+
+static bool is_irregular(const uint8_t *elements, const struct row_scales *scales, int num_blocks) {
+    for (int b = 0; b < num_blocks && scales->suspect; b++) {
+        uint8_t bits = 0;
+        for (int i = 0; i < MX_BLOCK; i++) {
+            bits |= elements[b * MX_BLOCK + i];
+        }
+        if (!is_regular_byte(scales->byte[b]) && (bits & 0x7F)) {
             return true;
         }
     }
@@ -157,14 +174,6 @@ static const uint8_t *w_elements(const struct mx_matmul *args, int64_t group, in
     return args->w + group * args->w_stride_group + row * args->w_stride_row + chunk * MX_CPU_CHUNK;
 }
 
-/* The scale bytes of one chunk of one row. */
-static void find_scales(const uint8_t *elements, const struct mx_scales *s, int64_t group, int64_t row, int64_t chunk,
-                        int num_blocks, struct row_scales *scales) {
-    memset(scales->byte, MX_SCALE_ONE, sizeof scales->byte);
-    gather_scales(s, group, row, chunk * MX_CPU_CHUNK_BLOCKS, num_blocks, scales->byte);
-    scales->irregular = is_irregular(elements, scales->byte, num_blocks);
-}
-
 /* x[block of tokens, panel], unless it is there already. */
 static void decode_x(const struct plan *plan, struct scratch *scratch, const struct block *block, int64_t panel) {
     const int64_t row_bytes = MX_CPU_ROW * plan->variant->element_bytes;
@@ -173,12 +182,15 @@ static void decode_x(const struct plan *plan, struct scratch *scratch, const str
     }
     for (int64_t chunk = panel * plan->panel_chunks; chunk < panel_end(plan, panel); chunk++) {
         for (int64_t t = 0; t < block->num_tokens; t++) {
-            int64_t row = (chunk - panel * plan->panel_chunks) * plan->block_tokens + t;
             const uint8_t *x_t = x_elements(plan->args, block->group, block->token + t, chunk);
-            find_scales(x_t, &plan->args->x_scale, block->group, block->token + t, chunk, chunk_blocks(plan, chunk),
-                        &scratch->x_scales[row]);
-            plan->variant->decode(x_t, scratch->x_scales[row].byte, chunk_blocks(plan, chunk),
-                                  scratch->x + row * row_bytes);
+            const int num_blocks = chunk_blocks(plan, chunk);
+            int64_t row = (chunk - panel * plan->panel_chunks) * plan->block_tokens + t;
+            struct row_scales scales;
+            find_scales(plan->variant, &plan->args->x_scale, block->group, block->token + t, chunk, num_blocks,
+                        &scales);
+            memcpy(scratch->x_rows[row].byte, scales.byte, sizeof scales.byte);
+            scratch->x_rows[row].irregular = is_irregular(x_t, &scales, num_blocks);
+            plan->variant->decode(x_t, scales.factor, num_blocks, scratch->x + row * row_bytes);
         }
     }
     scratch->group = block->group;
@@ -215,17 +227,23 @@ static void multiply_tile(const struct plan *plan, struct scratch *scratch, cons
     const int num_blocks = chunk_blocks(plan, chunk);
     const int64_t row_bytes = MX_CPU_ROW * variant->element_bytes;
     const uint8_t *w[MX_CPU_TILE_ROWS];
-    struct row_scales w_scales[MX_CPU_TILE_ROWS];
-    bool w_irregular = false;
+    struct row_scales scales[MX_CPU_TILE_ROWS], *w_scales[MX_CPU_TILE_ROWS];
+    bool w_irregular[MX_CPU_TILE_ROWS], any_irregular = false;
 
     /* Decode w[6 rows, chunk]; in a tile that N cuts short, the last row stands in for the missing ones */
     for (int n = 0; n < MX_CPU_TILE_ROWS; n++) {
         int64_t row_n = row + min_of(n, num_rows - 1);
         w[n] = w_elements(args, block->group, row_n, chunk);
         prefetch_next(plan, block, row_n, panel, chunk);
-        find_scales(w[n], &args->w_scale, block->group, row_n, chunk, num_blocks, &w_scales[n]);
-        w_irregular |= w_scales[n].irregular;
-        variant->decode(w[n], w_scales[n].byte, num_blocks, scratch->w + n * row_bytes);
+        if (n > 0 && shares_scales(&args->w_scale, row_n)) {
+            w_scales[n] = w_scales[n - 1];
+        } else {
+            w_scales[n] = &scales[n];
+            find_scales(variant, &args->w_scale, block->group, row_n, chunk, num_blocks, w_scales[n]);
+        }
+        w_irregular[n] = is_irregular(w[n], w_scales[n], num_blocks);
+        any_irregular |= w_irregular[n];
+        variant->decode(w[n], w_scales[n]->factor, num_blocks, scratch->w + n * row_bytes);
     }
 
     float *sums = scratch->sums + (row - block->row) * plan->block_tokens;
@@ -237,12 +255,12 @@ static void multiply_tile(const struct plan *plan, struct scratch *scratch, cons
 
         /* Replace the products of irregular rows */
         for (int t = 0; t < num_tokens; t++) {
-            const struct row_scales *x_scales = &scratch->x_scales[x_row + t];
-            for (int n = 0; n < num_rows && (x_scales->irregular || w_irregular); n++) {
-                if (x_scales->irregular || w_scales[n].irregular) {
+            const struct x_row *x_t = &scratch->x_rows[x_row + t];
+            for (int n = 0; n < num_rows && (x_t->irregular || any_irregular); n++) {
+                if (x_t->irregular || w_irregular[n]) {
                     tile[t * MX_CPU_TILE_ROWS + n] =
-                        variant->dot_exact(x_elements(args, block->group, block->token + t0 + t, chunk),
-                                           x_scales->byte, w[n], w_scales[n].byte, num_blocks);
+                        variant->dot_exact(x_elements(args, block->group, block->token + t0 + t, chunk), x_t->byte,
+                                           w[n], w_scales[n]->byte, num_blocks);
                 }
             }
         }
@@ -304,8 +322,8 @@ static void *allocate_scratch(const struct plan *plan, struct scratch *scratch) 
     const size_t sums_bytes = align_up((size_t)(plan->block_tokens * padded_rows(plan)) * sizeof(float));
     const size_t sums_t_bytes = align_up((size_t)padded_rows(plan) * sizeof(float));
     const size_t z_bytes = align_up((size_t)plan->block_rows * sizeof(uint16_t));
-    const size_t scales_bytes = align_up(x_rows * sizeof(struct row_scales));
-    uint8_t *memory = aligned_alloc(64, x_bytes + w_bytes + sums_bytes + sums_t_bytes + z_bytes + scales_bytes);
+    const size_t x_rows_bytes = align_up(x_rows * sizeof(struct x_row));
+    uint8_t *memory = aligned_alloc(64, x_bytes + w_bytes + sums_bytes + sums_t_bytes + z_bytes + x_rows_bytes);
     if (memory) {
         uint8_t *next = memory;
         scratch->x = next;
@@ -313,7 +331,7 @@ static void *allocate_scratch(const struct plan *plan, struct scratch *scratch) 
         scratch->sums = (float *)(next += w_bytes);
         scratch->sums_t = (float *)(next += sums_bytes);
         scratch->z_t = (uint16_t *)(next += sums_t_bytes);
-        scratch->x_scales = (struct row_scales *)(next + z_bytes);
+        scratch->x_rows = (struct x_row *)(next + z_bytes);
         scratch->group = scratch->token = scratch->panel = -1;
     }
     return memory;

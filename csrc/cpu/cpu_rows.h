@@ -11,6 +11,15 @@
 
 #define MX_ROW_FN static inline __attribute__((always_inline))
 
+/* unit * 2^(byte - 127), but never Inf: bytes above MX_CPU_SCALE_MAX occur with zeros, which must stay zeros, and in
+ * irregular rows. */
+MX_ROW_FN void row_find_factors(const uint8_t *scale, float unit, float *factor) {
+    for (int b = 0; b < MX_CPU_CHUNK_BLOCKS; b++) {
+        bool huge = scale[b] > MX_CPU_SCALE_MAX && scale[b] != MX_SCALE_NAN;
+        factor[b] = unit * mx_f32_from_scale(huge ? MX_CPU_SCALE_MAX : scale[b]);
+    }
+}
+
 /* Step 3 of the order of summation: folds the lanes in halves. */
 MX_ROW_FN float row_fold_lanes(float *lane) {
     for (int half = MX_CPU_LANES / 2; half > 0; half /= 2) {
