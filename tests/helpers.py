@@ -21,9 +21,14 @@ E4M3 = torch.float8_e4m3fn
 E8M0 = torch.float8_e8m0fnu
 
 # FP32 summation error allowed beside the exact sum, relative to the sum of the magnitudes of the products. The CPU sums
-# in FP32: 2e-6 is 32 units in the last place. Hopper's FP8 tensor cores keep about 14 bits while they sum, between
-# promotions to FP32.
-SUM_TOLERANCE = {"cpu": 2e-6, "cuda": 2.0**-12}
+# in FP32: 2e-6 is 32 units in the last place. Hopper's FP8 tensor cores align the 32 products of a step and the running
+# sum to the largest of them and cut each at 13 fractional bits: at most 33 * 2^-13 of that largest term a step. Single
+# elements of random data were seen to use more than 2^-12 of the sum of magnitudes; the Frobenius bound below is what
+# keeps the whole result close.
+SUM_TOLERANCE = {"cpu": 2e-6, "cuda": 33 * 2.0**-13}
+# Relative Frobenius error of a BF16 result: rounding gives 1.7e-3 over many elements (2^-8 for a single one at worst),
+# summation in the tensor cores 3.5e-4.
+NORM_TOLERANCE = 2.4e-3
 
 POISON = 0xA5  # fills buffers before a call, so that bytes that were not written show
 
@@ -225,7 +230,8 @@ def check_product(out: torch.Tensor, exact: np.ndarray, magnitude: np.ndarray, d
     norm = np.linalg.norm(exact)
     if norm > 0:
         error = np.linalg.norm(got - exact) / norm
-        assert error <= 2.0**-8, f"relative Frobenius error {error:.3e}, BF16 rounding alone gives at most 2^-8"
+        allowed = NORM_TOLERANCE if exact.size >= 1000 else 2.0**-8
+        assert error <= allowed, f"relative Frobenius error {error:.3e}, allowed {allowed}"
 
 
 # ---- other processes -------------------------------------------------------------------------------------------

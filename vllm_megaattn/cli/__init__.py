@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from vllm_megaattn._version import __version__
 
-COMMANDS = ("demo", "info", "layout", "bench")
+COMMANDS = ("demo", "info", "layout", "bench", "check")
 
 
 def build_parser() -> argparse.ArgumentParser:
