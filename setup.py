@@ -19,13 +19,14 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
-ARCHS = ("90a",)
+ARCHS = ("90a", "100a", "103a")
 CUDA_MODE = os.environ.get("VLLM_MEGAATTN_CUDA", "")
 NVCC_PACKAGES = re.findall(r'"(nvidia-[^"]+)"', (ROOT / "pyproject.toml").read_text())
 VERSION = re.search(r'__version__ = "([^"]+)"', (ROOT / "vllm_megaattn/_version.py").read_text())[1]
@@ -105,13 +106,16 @@ class BuildExt(build_ext):
     def embed_images(self, nvcc: Path, temp: Path) -> Path:
         """Compiles every .cu to a fat binary and writes a C file that holds them all."""
         archs = os.environ.get("VLLM_MEGAATTN_ARCHS", "").replace(",", " ").split() or list(ARCHS)
-        stanzas, rows = [], []
-        for index, source in enumerate(sorted(Path("csrc/cuda").glob("*.cu"))):
-            image = (temp / f"{source.stem}.fatbin").resolve()
-            wanted = [arch for arch in archs if arch.startswith(source.stem[2:4]) or not source.stem.startswith("sm")]
-            if not wanted:
-                continue
-            compile_cuda(nvcc, source, image, wanted)
+        stanzas, rows, jobs = [], [], []
+        for source in sorted(Path("csrc/cuda").glob("*.cu")):
+            # sm90_*.cu and sm100_*.cu are for one family of GPUs, other files for all of them.
+            family = re.match(r"sm(90|10)", source.stem)
+            wanted = [arch for arch in archs if not family or arch.startswith(family[1])]
+            if wanted:
+                jobs.append((nvcc, source, (temp / f"{source.stem}.fatbin").resolve(), wanted))
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(lambda job: compile_cuda(*job), jobs))
+        for index, (_, source, image, _) in enumerate(jobs):
             stanzas.append(
                 f'__asm__(".section .rodata\\n.balign 64\\nmx_image_{index}: .incbin \\"{image}\\"\\n'
                 f'mx_image_{index}_end: .byte 0\\n.previous");\n'

@@ -37,6 +37,9 @@ typedef void (*mx_parallel_for)(int64_t count, int64_t grain, mx_range_fn f, voi
 enum mx_flag {
     MX_FLAG_BATCH_INVARIANT = 1, /* a token's bits must not depend on num_tokens */
     MX_FLAG_NO_PDL = 2,          /* launch without programmatic dependent launch */
+    MX_FLAG_NO_PAIRS = 4,        /* Blackwell: one block per product, never the two of a pair */
+    MX_FLAG_WO_B_OWN = 8,        /* Blackwell: wo_b by the package's own kernel, never by cuBLASLt */
+    MX_FLAG_WO_B_CUBLASLT = 16,  /* Blackwell: wo_b by cuBLASLt, or MX_UNSUPPORTED; neither flag: see cuda/sm100.h */
 };
 
 /* Where and how to run; owned by the caller. */

@@ -26,9 +26,9 @@ E8M0 = torch.float8_e8m0fnu
 # elements of random data were seen to use more than 2^-12 of the sum of magnitudes; the Frobenius bound below is what
 # keeps the whole result close.
 SUM_TOLERANCE = {"cpu": 2e-6, "cuda": 33 * 2.0**-13}
-# Relative Frobenius error of a BF16 result: rounding gives 1.7e-3 over many elements (2^-8 for a single one at worst),
-# summation in the tensor cores 3.5e-4.
-NORM_TOLERANCE = 2.4e-3
+# Relative Frobenius error of a BF16 result: rounding gives 1.7e-3 over many elements of like size, up to 2^-8 where few
+# dominate; summation in the tensor cores adds 3.5e-4.
+NORM_TOLERANCE = 3e-3
 
 POISON = 0xA5  # fills buffers before a call, so that bytes that were not written show
 

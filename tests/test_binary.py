@@ -105,8 +105,9 @@ def test_stack_is_not_executable_and_relocations_are_read_only():
 FATBIN_MAGIC = b"\x50\xed\x55\xba"
 
 
-def test_kernel_images_are_for_hopper(tmp_path):
-    """B93: built for 9.0a; plain 9.0 has no wgmma. The images are whole fat binaries in the read-only data."""
+def test_kernel_images_are_for_their_architecture(tmp_path):
+    """B93: built for 9.0a and 10.0a; without the a there is no wgmma and no tcgen05. The images are whole fat binaries
+    in the read-only data."""
     names = _C.build_info()["images"]
     if not names:
         pytest.skip("this build has no CUDA kernels")
@@ -119,5 +120,5 @@ def test_kernel_images_are_for_hopper(tmp_path):
         image = tmp_path / f"{start}.fatbin"
         image.write_bytes(data[start : start + header_bytes + body_bytes])
         listing = tool("cuobjdump", "--list-elf", str(image))
-        assert "sm_90a" in listing
-        assert not re.search(r"sm_90\b(?!a)", listing)
+        assert ("sm_100a" if "sm100_" in listing else "sm_90a") in listing
+        assert not re.search(r"sm_\d+\b(?!a)", listing)

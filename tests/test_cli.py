@@ -34,13 +34,24 @@ def tiny(tmp_path_factory):
     return checkpoint.write_synthetic_checkpoint(tmp_path_factory.mktemp("cli") / "model.safetensors", tiny=True)
 
 
-def command(*arguments):
+def run_python(*arguments):
+    """A process that sees no GPU: these tests are about the command, and run the same everywhere."""
     return subprocess.run(
-        [sys.executable, "-m", "vllm_megaattn", *arguments], capture_output=True, text=True, timeout=300
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )
 
 
+def command(*arguments):
+    return run_python("-m", "vllm_megaattn", *arguments)
+
+
 def run_json(capsys, *arguments):
+    if "--device" not in arguments:
+        arguments += ("--device", "cpu")
     status = main(arguments)
     return status, json.loads(capsys.readouterr().out)
 
@@ -71,7 +82,7 @@ def test_a_corrupted_run_exits_with_1():
         "ops.mxfp8_quantize_sfd128x4 = corrupt\n"
         "sys.exit(main(['demo', '--tiny', '--json']))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = run_python("-c", code)
     assert done.returncode == 1, done.stderr
     result = json.loads(done.stdout)
     assert result["ok"] is False

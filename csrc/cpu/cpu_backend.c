@@ -1,4 +1,4 @@
-/* cpu_backend.c - the CPU backend: its table of functions, the whole projection, and the two helpers of every kernel. */
+/* cpu_backend.c - the CPU backend: its table of functions, the whole projection, and what every kernel needs. */
 #include <stdarg.h>
 #include <stdio.h>
 
@@ -25,8 +25,8 @@ void mx_cpu_parallel_for(const struct mx_exec *exec, int64_t count, int64_t grai
     }
 }
 
-/* attn -> x -> z -> y. Each step sees the bytes of the one before, so the fused and the unfused path agree to the bit:
- * both round the einsum to BF16 and quantise that. */
+/* attn -> x -> z -> y. Each step sees the bytes of the one before, so the fused and the unfused path agree to the
+ * bit: both round the einsum to BF16 and quantise that. */
 static int mx_cpu_o_proj(const struct mx_o_proj *args, const struct mx_exec *exec) {
     int code = args->rope ? mx_cpu_inv_rope(args->rope, exec) : MX_OK;
     if (code == MX_OK) {

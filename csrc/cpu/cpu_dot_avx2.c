@@ -2,8 +2,8 @@
  * cpu_dot_avx2.c - decode, dot product and row functions with AVX2, FMA and F16C: two vectors of 8 floats are the 16
  * lanes of the order of summation.
  *
- * Functions carry their instruction set as an attribute, so the file needs no compiler flags; nothing here runs before
- * cpu_features.c has found the instructions.
+ * Functions carry their instruction set as an attribute, so the file needs no compiler flags; nothing here runs
+ * before cpu_features.c has found the instructions.
  */
 #include "cpu_rows.h"
 

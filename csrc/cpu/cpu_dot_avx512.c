@@ -1,9 +1,9 @@
 /*
- * cpu_dot_avx512.c - decode, dot product and row functions with AVX-512 (F, BW, VL, DQ): one vector of 16 floats is the
- * 16 lanes of the order of summation.
+ * cpu_dot_avx512.c - decode, dot product and row functions with AVX-512 (F, BW, VL, DQ): one vector of 16 floats
+ * is the 16 lanes of the order of summation.
  *
- * Functions carry their instruction set as an attribute, so the file needs no compiler flags; nothing here runs before
- * cpu_features.c has found the instructions.
+ * Functions carry their instruction set as an attribute, so the file needs no compiler flags; nothing here runs
+ * before cpu_features.c has found the instructions.
  */
 #include "cpu_rows.h"
 
@@ -14,8 +14,6 @@
 #define AVX512_TARGET "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c"
 #define AVX512        __attribute__((target(AVX512_TARGET)))
 #define AVX512_INL    static inline __attribute__((always_inline, target(AVX512_TARGET)))
-#define VBMI          __attribute__((target(AVX512_TARGET ",avx512vbmi")))
-#define VBMI_INL      static inline __attribute__((always_inline, target(AVX512_TARGET ",avx512vbmi")))
 #define BF16          __attribute__((target(AVX512_TARGET ",avx512bf16")))
 #define BF16_INL      static inline __attribute__((always_inline, target(AVX512_TARGET ",avx512bf16")))
 
@@ -51,76 +49,10 @@ AVX512 static void avx512_decode(const uint8_t *elements, const float *factor, i
     }
 }
 
-/* The same with byte permutations (VBMI), which are one look-up of 64 elements in a table of 128: an e4m3 magnitude
- * becomes the two bytes of its BF16 pattern, subnormals and NaN included. BF16 is the upper half of FP32. */
-#define BF16_OF(m)                                                                                                   \
-    ((m) == MX_E4M3_NAN ? 0x7FC0                    /* */                                                            \
-     : (m) >= 8         ? 0x3C00 + ((m) << 4)       /* normal: exponent bias 7 -> 127 */                             \
-     : (m) >= 4         ? 0x3C00 + (((m) - 4) << 5) /* subnormal: m * 2^-9 */                                        \
-     : (m) >= 2         ? 0x3B80 + (((m) - 2) << 6)                                                                  \
-                        : (m) * 0x3B00)
-#define LOW_BYTE(m)  (BF16_OF(m) & 0xFF)
-#define HIGH_BYTE(m) (BF16_OF(m) >> 8)
-#define EIGHT(of, m) of(m), of((m) + 1), of((m) + 2), of((m) + 3), of((m) + 4), of((m) + 5), of((m) + 6), of((m) + 7)
-#define SIXTY_FOUR(of, m)                                                                                            \
-    EIGHT(of, m), EIGHT(of, (m) + 8), EIGHT(of, (m) + 16), EIGHT(of, (m) + 24), EIGHT(of, (m) + 32),                 \
-        EIGHT(of, (m) + 40), EIGHT(of, (m) + 48), EIGHT(of, (m) + 56)
-
-static const uint8_t LOW_BYTES[128] = {SIXTY_FOUR(LOW_BYTE, 0), SIXTY_FOUR(LOW_BYTE, 64)};
-static const uint8_t HIGH_BYTES[128] = {SIXTY_FOUR(HIGH_BYTE, 0), SIXTY_FOUR(HIGH_BYTE, 64)};
-
-/* Two blocks a and b of 32 bytes -> per 32-bit lane l: a[l], a[16 + l], b[l], b[16 + l]. */
-#define LANE(l) l, 16 + l, 32 + l, 48 + l
-static const uint8_t LANE_ORDER[64] = {LANE(0), LANE(1), LANE(2),  LANE(3),  LANE(4),  LANE(5),  LANE(6),  LANE(7),
-                                       LANE(8), LANE(9), LANE(10), LANE(11), LANE(12), LANE(13), LANE(14), LANE(15)};
-
-/* Decodes the two blocks in `bytes`, the second one only if there is one (a constant where this is inlined). */
-VBMI_INL void decode_two_blocks(__m512i bytes, const float *factor, const bool second, float *out) {
-    const __m512i low_0 = _mm512_loadu_si512(LOW_BYTES), low_1 = _mm512_loadu_si512(LOW_BYTES + 64);
-    const __m512i high_0 = _mm512_loadu_si512(HIGH_BYTES), high_1 = _mm512_loadu_si512(HIGH_BYTES + 64);
-    const __m512i high_bytes = _mm512_set1_epi16((short)0xFF00), high_words = _mm512_set1_epi32((int)0xFFFF0000);
-    bytes = _mm512_permutexvar_epi8(_mm512_loadu_si512(LANE_ORDER), bytes);
-
-    /* Look up; the sign bit is no part of an index, and belongs on top of the upper byte: high | (bytes & 0x80) */
-    __m512i low = _mm512_permutex2var_epi8(low_0, bytes, low_1);
-    __m512i high = _mm512_permutex2var_epi8(high_0, bytes, high_1);
-    high = _mm512_ternarylogic_epi32(high, bytes, _mm512_set1_epi8((char)0x80), 0xF8);
-
-    /* Byte pairs -> BF16: [ a[l], b[l] ] and [ a[16 + l], b[16 + l] ]; 0xCA selects: high_bytes ? second : third */
-    __m512i lower = _mm512_ternarylogic_epi32(high_bytes, _mm512_slli_epi16(high, 8), low, 0xCA);
-    __m512i upper = _mm512_ternarylogic_epi32(high_bytes, high, _mm512_srli_epi16(low, 8), 0xCA);
-
-    /* BF16 -> FP32, scale */
-    __m512 f_a = _mm512_set1_ps(factor[0]);
-    _mm512_storeu_ps(out, _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(lower, 16)), f_a));
-    _mm512_storeu_ps(out + 16, _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(upper, 16)), f_a));
-    if (second) {
-        __m512 f_b = _mm512_set1_ps(factor[1]);
-        _mm512_storeu_ps(out + 32, _mm512_mul_ps(_mm512_castsi512_ps(_mm512_and_si512(lower, high_words)), f_b));
-        _mm512_storeu_ps(out + 48, _mm512_mul_ps(_mm512_castsi512_ps(_mm512_and_si512(upper, high_words)), f_b));
-    }
-}
-
-AVX512 static void avx512vbmi_find_factors(const uint8_t *scale, float *factor) {
-    row_find_factors(scale, 1.0f, factor);
-}
-
-VBMI static void avx512vbmi_decode(const uint8_t *elements, const float *factor, int num_blocks, void *out) {
-    float *out_row = out;
-    int b = 0;
-    for (; b + 2 <= num_blocks; b += 2) {
-        decode_two_blocks(_mm512_loadu_si512(elements + b * MX_BLOCK), factor + b, true, out_row + b * MX_BLOCK);
-    }
-    if (b < num_blocks) {
-        __m256i last = _mm256_loadu_si256((const __m256i *)(elements + b * MX_BLOCK));
-        decode_two_blocks(_mm512_zextsi256_si512(last), factor + b, false, out_row + b * MX_BLOCK);
-    }
-}
-
 /* ---- dot product ------------------------------------------------------------------------------------------- */
 
 /* Step 3 for eight vectors at once: the result's element n is the folded vector n. Each level adds the two halves of
- * what is left of a vector and puts two vectors into one, so eight folds cost about three times one. */
+ * what is left of a vector and puts two vectors into one. */
 AVX512_INL __m256 fold_eight(const __m512 *v) {
     __m512 half[4], quarter[2];
 
@@ -328,19 +260,6 @@ const struct mx_cpu_variant mx_cpu_avx512 = {
     .max_tokens = 4,
     .find_factors = avx512_find_factors,
     .decode = avx512_decode,
-    .dot = avx512_dot,
-    .dot_exact = avx512_dot_exact,
-    .round_bf16 = avx512_round_bf16,
-    .quantize = avx512_quantize,
-    .inv_rotate = avx512_inv_rotate,
-};
-
-const struct mx_cpu_variant mx_cpu_avx512vbmi = {
-    .name = "avx512vbmi",
-    .element_bytes = sizeof(float),
-    .max_tokens = 4,
-    .find_factors = avx512vbmi_find_factors,
-    .decode = avx512vbmi_decode,
     .dot = avx512_dot,
     .dot_exact = avx512_dot_exact,
     .round_bf16 = avx512_round_bf16,

@@ -25,8 +25,8 @@ static bool always(void) { return true; }
 
 #if defined(__x86_64__)
 
-/* __builtin_cpu_supports also asks whether the operating system saves the wide registers. It knows F16C only in recent
- * compilers, so that bit (leaf 1, ECX bit 29) is read here. */
+/* __builtin_cpu_supports also asks whether the operating system saves the wide registers. It knows F16C only in
+ * recent compilers, so that bit (leaf 1, ECX bit 29) is read here. */
 static bool has_avx2(void) {
     unsigned a, b, c = 0, d;
     return __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1) && __builtin_cpu_supports("avx2") &&
@@ -52,8 +52,6 @@ __attribute__((target("avx512f,avx512bw,avx512bf16"))) static bool pairs_add_upp
            _mm512_cmpeq_ps_mask(second, _mm512_setzero_ps()) == 0xFFFF;
 }
 
-static bool has_avx512vbmi(void) { return has_avx512() && __builtin_cpu_supports("avx512vbmi"); }
-
 static bool has_avx512bf16(void) {
     return has_avx512() && __builtin_cpu_supports("avx512bf16") && pairs_add_upper_first();
 }
@@ -68,7 +66,6 @@ static const struct candidate CANDIDATES[] = {
 #if defined(__x86_64__)
     {&mx_cpu_avx2, has_avx2, false, "avx2 fma f16c"},
     {&mx_cpu_avx512, has_avx512, false, "avx2 fma f16c avx512f avx512bw avx512vl avx512dq"},
-    {&mx_cpu_avx512vbmi, has_avx512vbmi, false, "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512vbmi"},
     {&mx_cpu_avx512bf16, has_avx512bf16, true, "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512bf16"},
 #endif
 };
@@ -113,8 +110,7 @@ const struct mx_cpu_variant *mx_cpu_choose(const struct mx_exec *exec) {
     }
     if (!variant) {
         mx_cpu_fail(exec, MX_UNSUPPORTED,
-                    CHOICE_VARIABLE
-                    " must be scalar, avx2, avx512, avx512vbmi or avx512bf16 (or unset for the best), got '%s'",
+                    CHOICE_VARIABLE " must be scalar, avx2, avx512 or avx512bf16 (or unset for the best), got '%s'",
                     wish);
         return NULL;
     }

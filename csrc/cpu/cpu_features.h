@@ -2,8 +2,7 @@
  * cpu_features.h - which variant of the CPU kernels runs here.
  *
  * The best variant that the processor and the operating system support is chosen once, at the first call. The
- * environment variable VLLM_MEGAATTN_CPU = scalar | avx2 | avx512 | avx512vbmi | avx512bf16 chooses another; it is read once
- * too.
+ * environment variable VLLM_MEGAATTN_CPU = scalar | avx2 | avx512 | avx512bf16 chooses another; it is read once too.
  * All variants give the same bits (cpu_internal.h), so the choice is about time only.
  */
 #ifndef VLLM_MEGAATTN_CPU_FEATURES_H

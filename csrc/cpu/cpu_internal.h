@@ -42,7 +42,7 @@
 #define MX_CPU_LANES        16
 #define MX_CPU_CHUNK        1024 /* columns summed in one go: part of the order of summation */
 #define MX_CPU_CHUNK_BLOCKS (MX_CPU_CHUNK / MX_BLOCK)
-/* Elements between two decoded rows. Not a power of two: rows 4096 bytes apart would share the sets of an L1 cache. */
+/* Elements between two decoded rows. Not a power of two: rows 4096 bytes apart would share the sets of an L1. */
 #define MX_CPU_ROW       (MX_CPU_CHUNK + 32)
 #define MX_CPU_TILE_ROWS 6  /* weight rows that are decoded and multiplied together: 24 KiB of FP32, half an L1 */
 #define MX_CPU_SUMS      32 /* room for the results of `dot`, a multiple of 8 */
@@ -54,8 +54,8 @@ struct mx_cpu_variant {
     int element_bytes;
     int max_tokens; /* largest `num_tokens` of `dot` */
 
-    /* What `decode` multiplies the blocks of a chunk by, for their MX_CPU_CHUNK_BLOCKS scale bytes: 2^(byte - 127) times
-     * a constant that makes up for the way in which it reads the elements. NaN for byte 255, never Inf. */
+    /* What `decode` multiplies the blocks of a chunk by, for their MX_CPU_CHUNK_BLOCKS scale bytes: 2^(byte - 127)
+     * times a constant that makes up for the way in which it reads the elements. NaN for byte 255, never Inf. */
     void (*find_factors)(const uint8_t *scale, float *factor);
 
     /* Decodes num_blocks * 32 elements of one row: out[k] = e4m3(elements[k]) * 2^(scale[k / 32] - 127). */
@@ -85,7 +85,6 @@ extern const struct mx_cpu_variant mx_cpu_scalar;
 #if defined(__x86_64__)
 extern const struct mx_cpu_variant mx_cpu_avx2;
 extern const struct mx_cpu_variant mx_cpu_avx512;
-extern const struct mx_cpu_variant mx_cpu_avx512vbmi;
 extern const struct mx_cpu_variant mx_cpu_avx512bf16;
 #endif
 
@@ -106,7 +105,7 @@ int mx_cpu_quantize(const struct mx_quantize *args, const struct mx_exec *exec);
 int mx_cpu_inv_rope(const struct mx_inv_rope *args, const struct mx_exec *exec);
 int mx_cpu_reblock(const struct mx_reblock *args, const struct mx_exec *exec);
 
-/* Quantises `cols` columns of one token, from column `col` on, and stores their scale bytes in the F8_128x4 buffer. */
+/* Quantises `cols` columns of one token from column `col` on; their scale bytes go to the F8_128x4 buffer. */
 void mx_cpu_quantize_columns(const struct mx_cpu_variant *variant, const uint16_t *z, int64_t cols, int64_t span,
                              uint8_t *q, uint8_t *q_scale, int64_t token, int64_t col, int64_t num_col_tiles);
 

@@ -1,11 +1,11 @@
 /*
- * cpu_inv_rope.c - attention output -> x: undo the rotary embedding of the last R values of each head, bring the values
- * of a group into the order that wo_a's columns have, quantise.
+ * cpu_inv_rope.c - attention output -> x: undo the rotary embedding of the last R values of each head, bring the
+ * values of a group into the order that wo_a's columns have, quantise.
  *
  *     attn[t, head, D]:   [ D - R values as they are | R/2 pairs (even, odd), rotated by the position's angle ]
  *
- * A group's K = heads * D values come in one of two orders: head after head, or 32 values of every head in turn, which
- * is how vLLM's fused attention kernel writes them.
+ * A group's K = heads * D values come in one of two orders: head after head, or 32 values of every head in turn,
+ * which is how vLLM's fused attention kernel writes them.
  */
 #include <stdatomic.h>
 #include <stdlib.h>

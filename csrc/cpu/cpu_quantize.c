@@ -1,4 +1,5 @@
-/* cpu_quantize.c - BF16 [T, C] -> MXFP8 with F8_128x4 scales. The rules are mxfp8.h's, the row function a variant's. */
+/* cpu_quantize.c - BF16 [T, C] -> MXFP8 with F8_128x4 scales. The rules are mxfp8.h's, the row function a
+ * variant's. */
 #include "cpu_internal.h"
 
 enum { MIN_PIECE_VALUES = 1 << 15 }; /* a thread is not woken for less: about 10 us */

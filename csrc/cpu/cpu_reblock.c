@@ -1,11 +1,11 @@
 /*
- * cpu_reblock.c - gives weights coarser scale blocks, once at load: 1x32 or 32x32 blocks become blocks of block_rows x
- * block_cols, for kernels that want one scale byte for many columns.
+ * cpu_reblock.c - gives weights coarser scale blocks, once at load: 1x32 or 32x32 blocks become blocks of
+ * block_rows x block_cols, for kernels that want one scale byte for many columns.
  *
- * The new byte is the largest of the bytes it replaces, so no element can overflow: elements of a block whose byte was
- * smaller by d are multiplied by 2^-d and rounded to even, which is exact as long as they stay normal numbers (or, as
- * subnormals, lose only zero bits). Two kinds of blocks have no say in the new byte, and keep their values whatever it
- * is: blocks of zeros, and NaN blocks (byte 255), whose elements become NaN one by one.
+ * The new byte is the largest of the bytes it replaces, so no element can overflow: elements of a block whose byte
+ * was smaller by d are multiplied by 2^-d and rounded to even, which is exact as long as they stay normal numbers
+ * (or, as subnormals, lose only zero bits). Two kinds of blocks have no say in the new byte, and keep their values
+ * whatever it is: blocks of zeros, and NaN blocks (byte 255), whose elements become NaN one by one.
  */
 #include <stdlib.h>
 
@@ -38,8 +38,8 @@ static bool has_live_element(const uint8_t *elements) {
     return false;
 }
 
-/* The byte for rows [n0, n1) x blocks of 32 columns [b0, b1): the largest of the blocks that hold something; of blocks
- * of zeros if there are no others; NaN if there are not even those. */
+/* The byte for rows [n0, n1) x blocks of 32 columns [b0, b1): the largest of the blocks that hold something; of
+ * blocks of zeros if there are no others; NaN if there are not even those. */
 static uint8_t new_scale(const struct mx_reblock *args, int64_t g, int64_t n0, int64_t n1, int64_t b0, int64_t b1) {
     int live = BLOCK_NAN, zero = BLOCK_NAN;
     for (int64_t n = n0; n < n1; n++) {

@@ -30,10 +30,10 @@ MX_ROW_FN float row_fold_lanes(float *lane) {
     return lane[0];
 }
 
-/* Steps 2 and 3 for any scale bytes. The scales of a pair of blocks are multiplied first, 2^e with e = x byte + w byte
- * - 254. Outside [-238, 238] an FMA's result no longer depends on e: every product but zero overflows, or is far below
- * half an ulp of anything FP32 can hold. So e stops there, and its two halves keep both factors representable:
- * 448 * 2^119 < 2^128, and 2^-9 * 2^-119 is a subnormal multiple of 2^-149. */
+/* Steps 2 and 3 for any scale bytes. The scales of a pair of blocks are multiplied first, 2^e with e = x byte + w
+ * byte - 254. Outside [-238, 238] an FMA's result no longer depends on e: every product but zero overflows, or is
+ * far below half an ulp of anything FP32 can hold. So e stops there, and its two halves keep both factors
+ * representable: 448 * 2^119 < 2^128, and 2^-9 * 2^-119 is a subnormal multiple of 2^-149. */
 MX_ROW_FN float row_dot_exact(const uint8_t *x, const uint8_t *x_scale, const uint8_t *w, const uint8_t *w_scale,
                               int num_blocks) {
     float lane[MX_CPU_LANES] = {0};

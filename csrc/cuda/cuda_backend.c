@@ -1,0 +1,115 @@
+/*
+ * cuda_backend.c - the CUDA backend: routes every call of kernels.h to a family of kernels.
+ *
+ * Everything runs on the stream of the call, on the device of its tensors. No call allocates device memory, synchronises
+ * or keeps anything, so calls may be captured into graphs and run on several streams at once. The first call on a device
+ * loads the kernels (driver.h), which is legal inside a capture too.
+ */
+#include <stdio.h>
+
+#include "sm100.h"
+#include "sm90.h"
+
+#define MAX_DECODE_TOKENS 64
+
+int mx_sm90_refuse(const struct mx_exec *exec, const char *text, long long value) {
+    if (exec->err != NULL && exec->err_bytes > 0) {
+        snprintf(exec->err, exec->err_bytes, "%s, got %lld", text, value);
+    }
+    return MX_UNSUPPORTED;
+}
+
+static bool is_blackwell(const struct mx_cuda_device *dev) { return dev->capability / 10 == 10; }
+
+static const struct mx_cuda_device *open_device(const struct mx_exec *exec) {
+    return mx_cuda_device(exec->device_index, exec->err, exec->err_bytes);
+}
+
+static int cuda_matmul(const struct mx_matmul *args, const struct mx_exec *exec) {
+    const struct mx_cuda_device *dev;
+    if (args->num_tokens == 0) {
+        return MX_OK;
+    }
+    dev = open_device(exec);
+    if (dev == NULL) {
+        return MX_FAILED;
+    }
+    if (is_blackwell(dev)) {
+        return mx_sm100_matmul(args, exec);
+    }
+    if (args->num_tokens <= MAX_DECODE_TOKENS && mx_sm90_decode_matmul != NULL) {
+        int code = mx_sm90_decode_matmul(args, exec);
+        if (code != MX_UNSUPPORTED) {
+            return code;
+        }
+    }
+    return mx_sm90_gemm(dev, args, exec);
+}
+
+static int cuda_quantize(const struct mx_quantize *args, const struct mx_exec *exec) {
+    const struct mx_cuda_device *dev;
+    if (args->num_tokens == 0) {
+        return MX_OK;
+    }
+    dev = open_device(exec);
+    return dev != NULL ? mx_sm90_quantize(dev, args, exec) : MX_FAILED;
+}
+
+static int cuda_inv_rope(const struct mx_inv_rope *args, const struct mx_exec *exec) {
+    const struct mx_cuda_device *dev;
+    if (args->num_tokens == 0) {
+        return MX_OK;
+    }
+    dev = open_device(exec);
+    return dev != NULL ? mx_sm90_inv_rope(dev, args, exec) : MX_FAILED;
+}
+
+static int cuda_o_proj(const struct mx_o_proj *args, const struct mx_exec *exec) {
+    const struct mx_cuda_device *dev;
+    int code = MX_OK;
+    if (args->a->num_tokens == 0) {
+        return MX_OK;
+    }
+    dev = open_device(exec);
+    if (dev == NULL) {
+        return MX_FAILED;
+    }
+    if (is_blackwell(dev)) {
+        return mx_sm100_o_proj(args, exec);
+    }
+    if (args->a->num_tokens <= MAX_DECODE_TOKENS && mx_sm90_decode_o_proj != NULL) {
+        code = mx_sm90_decode_o_proj(args, exec);
+        if (code != MX_UNSUPPORTED) {
+            return code;
+        }
+        code = MX_OK;
+    }
+    if (args->rope != NULL) {
+        code = cuda_inv_rope(args->rope, exec);
+    }
+    if (code == MX_OK) {
+        code = cuda_matmul(args->a, exec);
+    }
+    if (code == MX_OK && args->a->out_e4m3 == NULL) {
+        code = cuda_quantize(args->quantize, exec);
+    }
+    return code == MX_OK ? cuda_matmul(args->b, exec) : code;
+}
+
+/* Weights are re-blocked once, at load, on the CPU. */
+static int cuda_reblock(const struct mx_reblock *args, const struct mx_exec *exec) {
+    (void)args;
+    if (exec->err != NULL && exec->err_bytes > 0) {
+        snprintf(exec->err, exec->err_bytes, "reblock_weight runs once, at load: its tensors must be on the CPU");
+    }
+    return MX_UNSUPPORTED;
+}
+
+const struct mx_backend mx_backend_cuda = {
+    .name = "cuda",
+    .matmul = cuda_matmul,
+    .quantize = cuda_quantize,
+    .inv_rope = cuda_inv_rope,
+    .o_proj = cuda_o_proj,
+    .reblock = cuda_reblock,
+};
