@@ -20,6 +20,7 @@ from pathlib import Path
 # What the SASS of a kernel must contain, by a pattern on its name. ACQBULK is griddepcontrol.wait, without which a
 # programmatic dependent launch would read its predecessor's output too early (it compiles to nothing below sm_90).
 REQUIRED = (
+    (r"sm100_gemm", ("UTCQMMA", "UTCCP", "UTMALDG", "LDTM", "ACQBULK", "PREEXIT")),
     (r"gemm|einsum|matmul|decode_[ab]", ("QGMMA", "UTMALDG", "ACQBULK")),
     (r".", ("ACQBULK",)),
 )
