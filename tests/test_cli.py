@@ -50,7 +50,7 @@ def command(*arguments):
 
 
 def run_json(capsys, *arguments):
-    if "--device" not in arguments:
+    if arguments[0] == "demo" and "--device" not in arguments:
         arguments += ("--device", "cpu")
     status = main(arguments)
     return status, json.loads(capsys.readouterr().out)

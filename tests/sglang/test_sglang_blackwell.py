@@ -4,6 +4,8 @@ is tested with the gates."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -203,12 +205,22 @@ def test_mega_agrees_with_sglang(world, checkpoints, make, mega):
 
 @datacenter
 @pytest.mark.parametrize(("rows", "live"), [(9, 6), (130, 1), (260, 129), (8, 8), (5, 0)])
-def test_mega_prefill_graph(world, checkpoints, make, mega, rows, live):
+def test_mega_prefill_graph(world, checkpoints, make, mega, monkeypatch, rows, live):
     """Attention and wo_a on the live rows between captured segments, wo_b on all rows: zeros after the live ones."""
+    from vllm_megaattn.engines.sglang import forward
+
     from sglang_layers import OpLog, Tokens, expected, relative_error
 
     built = make(tp=2, mega=True)
     tokens = Tokens.random(rows)
+
+    def poisoned(*args, **kwargs):
+        made = empty(*args, **kwargs)
+        made.view(torch.uint8).fill_(0xFF)
+        return made
+
+    empty = torch.empty
+    monkeypatch.setattr(forward, "torch", SimpleNamespace(**{**vars(torch), "empty": poisoned}))
     with OpLog() as log:
         y = built.run(tokens, mode="extend", breakable=True, live=live)[1]
     assert log.names() == ["einsum_fp8_sfd128x4"] * bool(live) + ["mxfp8_gemm_wo_b"]

@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(config, items):
             continue
         for mark in item.iter_markers("vllm_from"):
             if is_older(mark.args[0]):
-                item.add_marker(pytest.mark.skip(reason=f"vLLM has this since {mark.args[0]}"))
+                item.add_marker(pytest.mark.skip(reason=f"needs vLLM {mark.args[0]} or later"))
         wanted = [mark.args for mark in item.iter_markers("capability")]
         if wanted and CAPABILITY not in wanted[0]:
             names = ", ".join(f"{major}.{minor}" for major, minor in wanted[0])

@@ -187,6 +187,17 @@ def test_this_version_is_in_the_range():
     assert upstream.version_gap(upstream.version()) == ""
 
 
+def test_log_lines_are_vllms(world):
+    """Our logger is a child of vLLM's, once vLLM has configured logging: its format, level and stream."""
+    import logging
+
+    from vllm_megaattn.engines.vllm import patch
+
+    assert patch.reporter.logger.parent is logging.getLogger("vllm")
+    assert patch.reporter.logger.propagate
+    assert logging.getLogger("vllm").handlers
+
+
 # ---- two plugins at once -------------------------------------------------------------------------------------------
 
 

@@ -144,22 +144,19 @@ def read_floor_runner(num_bytes: int, copies: int, device: torch.device):
     import triton.language as tl
 
     @triton.jit
-    def read_kernel(source, sink, num_words, WORDS: tl.constexpr, PROGRAMS: tl.constexpr):
-        total = tl.zeros([WORDS], dtype=tl.int32)
-        for start in range(tl.program_id(0) * WORDS, num_words, PROGRAMS * WORDS):
-            offset = start + tl.arange(0, WORDS)
-            total += tl.load(source + offset, mask=offset < num_words, other=0)
-        result = tl.sum(total, 0)
+    def read_kernel(source, sink, num_words, WORDS: tl.constexpr):
+        offset = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
+        result = tl.sum(tl.load(source + offset, mask=offset < num_words, other=0), 0)
         if result == 0x5EED1E55:  # never, but the compiler cannot know: keeps the loads alive
             tl.store(sink, result)
 
     words = num_bytes // 4
     buffers = [torch.randint(-(2**31), 2**31 - 1, (words,), device=device, dtype=torch.int32) for _ in range(copies)]
     sink = torch.zeros(1, device=device, dtype=torch.int32)
-    programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    piece = 8192  # 32 KB a block, all of it in flight at once
 
     def run(i: int) -> torch.Tensor:
-        read_kernel[(programs,)](buffers[i], sink, words, WORDS=8192, PROGRAMS=programs, num_warps=8, num_stages=3)
+        read_kernel[(-(-words // piece),)](buffers[i], sink, words, WORDS=piece, num_warps=8)
         return sink
 
     return run
