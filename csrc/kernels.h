@@ -30,7 +30,8 @@ enum mx_code {
     MX_FAILED = 2,      /* the device or the system refused; exec->err says what */
 };
 
-/* Runs f(begin, end, ctx) over disjoint pieces of [0, count), each at least `grain` long, on the caller's threads. */
+/* Runs f(begin, end, ctx) over disjoint pieces of [0, count), about `grain` long or longer, on the caller's threads. A
+ * piece may be run a second time after a failure, so f must overwrite its results, never add to them. */
 typedef void (*mx_range_fn)(int64_t begin, int64_t end, void *ctx);
 typedef void (*mx_parallel_for)(int64_t count, int64_t grain, mx_range_fn f, void *ctx);
 
@@ -125,8 +126,8 @@ struct mx_inv_rope {
     int64_t scale_span;                                       /* 32, 128 or 256; K % scale_span == 0 */
 };
 
-/* Gives weights one scale per `block_rows` x `block_cols` block: the largest of the scales it replaces; elements are
- * shifted by the difference and rounded to even, exact unless they reach e4m3's subnormal range. */
+/* Gives weights one scale per `block_rows` x `block_cols` block: the largest of the scales it replaces, where blocks of
+ * zeros and NaN blocks have no say (the latter stay NaN element by element); elements are shifted by the difference and rounded to even, exact unless they reach e4m3's subnormal range. */
 struct mx_reblock {
     int64_t num_groups, num_rows, k;
     const uint8_t *w; /* e4m3 [G, N, K] */

@@ -169,7 +169,7 @@ enum mx_scale_layout {
         0, /* uint8 [G, ceil(rows/block_rows), ceil(K/block_cols)], any strides (1x32, 32x32, 128x128, ...) */
     MX_SCALE_PACKED =
         1, /* int32 [G, rows, K/128], four bytes along K per word, lowest K in the low byte, any strides */
-    MX_SCALE_F8_128X4 = 2, /* the tiled layout above; one group, or G consecutive buffers */
+    MX_SCALE_F8_128X4 = 2, /* the tiled layout above; one group */
 };
 
 struct mx_scales {

@@ -76,7 +76,7 @@ struct mx_op {
     bool cpu_only;
 };
 
-/* Every op of the package; ends with a row whose name is NULL. */
+/* Every op of the package; ends with NULL. */
 extern const struct mx_op *const mx_ops[];
 
 /* Defines the boxed entry point of an op: torch passes it no context, so each op needs a function of its own. */

@@ -137,7 +137,10 @@ bool mx_check_multiple(struct mx_call *call, const struct mx_tensor *t, int dim,
 }
 
 bool mx_check_positive(struct mx_call *call, const struct mx_tensor *t, int dim) {
-    return mx_check_multiple(call, t, dim, 1);
+    char got[128];
+    return t->sizes[dim] > 0 ||
+           mx_fail(call, MX_ERROR_VALUE, "%.*s must have a positive size in dimension %d, got 0 in %s", t->name_len,
+                   t->name, dim, list_text(t->sizes, t->num_dims, got, sizeof got));
 }
 
 /* Spans that a producer writes are 32, 128 or 256; those a caller vouches for may be any multiple of 32. */

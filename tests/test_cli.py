@@ -375,7 +375,7 @@ def test_info_explains_gpus(monkeypatch):
     monkeypatch.setattr(info._C, "cuda_status", lambda index: (index != 2, "the driver is too old"))
     devices = {row["device"]: row for row in info._devices()}
     assert [row["usable"] for row in devices.values()] == [True, True, False, False]
-    assert devices["cuda:1"]["reason"] == "no kernel yet for datacenter Blackwell"
+    assert devices["cuda:1"]["reason"] == selector.backend_gap("sm100")
     assert devices["cuda:2"]["reason"] == "the driver is too old"
     backends = {row["devices"][0]: row for row in info._backends({"cpu": None, "sm90": None})}
     assert backends["sm90"]["usable"] is True

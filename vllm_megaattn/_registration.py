@@ -44,8 +44,13 @@ def _make_fake(op: str):
     return fake
 
 
+# Places of the arguments that each op writes.
+_WRITTEN: dict[str, tuple[int, ...]] = {}
+
 for _op in OPS:
     torch.library.register_fake(f"{NAMESPACE}::{_op}", _make_fake(_op))
+    _arguments = getattr(torch.ops.vllm_megaattn, _op).default._schema.arguments
+    _WRITTEN[_op] = tuple(i for i, a in enumerate(_arguments) if a.alias_info is not None and a.alias_info.is_write)
 
 
 def call(op: torch._ops.OpOverload, name: str, *args: object) -> None:
@@ -57,6 +62,11 @@ def call(op: torch._ops.OpOverload, name: str, *args: object) -> None:
         self_check.before_call(name, args[0])
     try:
         op(*args)
+        if not torch.is_inference_mode_enabled():
+            # A kernel registered from C bumps no version counter; autograd must learn that a tensor it saved changed.
+            for place in _WRITTEN[name]:
+                if not args[place].is_inference():
+                    torch.autograd.graph.increment_version(args[place])
     except RuntimeError as error:
         kind = _ERROR_TYPES.get(_C.take_error_kind())
         if kind is None or kind is RuntimeError or not str(error).startswith(f"{name}: "):

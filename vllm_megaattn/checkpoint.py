@@ -224,6 +224,11 @@ def load_o_proj(
     Raises FileNotFoundError for missing files, KeyError for missing tensors (with the nearest names) and ValueError
     for a wrong dtype, shape, scale or tp_size, each naming the tensor and what was expected.
     """
+    for name, value in (("layer", layer), ("tp_rank", tp_rank), ("tp_size", tp_size)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, got {value!r}")
+    if groups is not None and (isinstance(groups, bool) or not isinstance(groups, int)):
+        raise TypeError(f"groups must be an int or None, got {groups!r}")
     if tp_size < 1 or not 0 <= tp_rank < tp_size:
         raise ValueError(f"tp_rank must be in [0, tp_size), got tp_rank={tp_rank} tp_size={tp_size}")
     with Checkpoint(path) as checkpoint:
@@ -381,8 +386,11 @@ def _read_config(config: Path) -> int | None:
     if not isinstance(content, dict):
         raise ValueError(f"{config} must hold a JSON object, got {type(content).__name__}")
     for part in (content, content.get("text_config"), content.get("language_config")):
-        if isinstance(part, dict) and isinstance(part.get("o_groups"), int):
-            return part["o_groups"]
+        if isinstance(part, dict) and part.get("o_groups") is not None:
+            groups = part["o_groups"]
+            if isinstance(groups, bool) or not isinstance(groups, int):
+                raise ValueError(f"o_groups in {config} must be an integer, got {groups!r}")
+            return groups
     return None
 
 

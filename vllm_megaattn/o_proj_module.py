@@ -51,6 +51,8 @@ def rope_cache(
     """
     if max_positions < 1 or rope_dim < 2 or rope_dim % 2:
         raise ValueError(f"max_positions must be positive, rope_dim even, got {max_positions} and {rope_dim}")
+    if not (math.isfinite(theta) and theta > 0):
+        raise ValueError(f"theta must be positive and finite, got {theta}")
     if layout not in CACHE_LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(CACHE_LAYOUTS)}, got {layout!r}")
     half = rope_dim // 2
@@ -128,7 +130,7 @@ class OProj(torch.nn.Module):
         selector.select_path(
             selector.device_key(target), rank=self.rank, requested=path
         )  # refuse now, not in forward
-        prepared = self._prepare(wo_a, wo_a_scale, wo_b, wo_b_scale, target)
+        prepared, self.reports = self._prepare(wo_a, wo_a_scale, wo_b, wo_b_scale, target)
         for name, tensor in prepared.items():
             self.register_buffer(name, tensor)
         cache = cos_sin.to(target) if cos_sin is not None else None
@@ -228,18 +230,17 @@ class OProj(torch.nn.Module):
         for name, tensor, shape in zip(("wo_a", "wo_b"), (wo_a, wo_b), expected, strict=True):
             if list(tensor.shape) != shape:
                 raise ValueError(f"{name} must have shape {shape} as before, got {list(tensor.shape)}")
-        reports = self.reports
-        prepared = self._prepare(wo_a, wo_a_scale, wo_b, wo_b_scale, self.wo_a.device)
+        prepared, reports = self._prepare(wo_a, wo_a_scale, wo_b, wo_b_scale, self.wo_a.device)
         for name, tensor in prepared.items():
             old = getattr(self, name)
             if tensor.shape != old.shape or tensor.dtype != old.dtype:
-                self.reports = reports
                 raise ValueError(
                     f"{name} must keep its form {old.dtype} {list(old.shape)} (scales in the same blocks as before), "
                     f"got {tensor.dtype} {list(tensor.shape)}"
                 )
         for name, tensor in prepared.items():
             getattr(self, name).copy_(tensor)
+        self.reports = reports
 
     def choice(self) -> selector.Choice:
         """Path, backend and reason for the device the weights are on now."""
@@ -266,18 +267,19 @@ class OProj(torch.nn.Module):
         wo_b: torch.Tensor,
         wo_b_scale: torch.Tensor,
         device: torch.device,
-    ) -> dict[str, torch.Tensor]:
+    ) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+        """The four tensors in the device's favourite form, and prepare_weight's report on each weight."""
         wo_a_scale = _bytes_if_float32(wo_a_scale, "wo_a_scale")
         wo_b_scale = _bytes_if_float32(wo_b_scale, "wo_b_scale")
         if self.order == "chunk_interleaved":
             wo_a, wo_a_scale = _interleave(wo_a, wo_a_scale)
         prepared: dict[str, torch.Tensor] = {}
-        self.reports: dict[str, object] = {}
+        reports: dict[str, object] = {}
         for name, weight, scale in (("wo_a", wo_a, wo_a_scale), ("wo_b", wo_b, wo_b_scale)):
-            prepared[name], prepared[f"{name}_scale"], self.reports[name] = ops.prepare_weight(
+            prepared[name], prepared[f"{name}_scale"], reports[name] = ops.prepare_weight(
                 weight, scale, device=device
             )
-        return prepared
+        return prepared, reports
 
     def _reduce(self, y: torch.Tensor) -> torch.Tensor:
         if self.process_group is not None:

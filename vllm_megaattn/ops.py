@@ -43,6 +43,9 @@ def _require_tensors(op: str, **tensors: object) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if not torch.compiler.is_compiling() and (tensor.layout is not torch.strided or tensor.is_neg()):
+            kind = "a negated view" if tensor.is_neg() else str(tensor.layout)
+            raise ValueError(f"{op}: {name} must be an ordinary strided tensor, got {kind}")
         if tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 f"{op}: {name} requires grad, but this op has no backward; call it under torch.no_grad() or "
@@ -54,6 +57,8 @@ def _require_int(op: str, **values: object) -> None:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
             raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError(f"{op}: {name} must fit 64 bits, got {value}")
 
 
 def _require_dims(op: str, name: str, tensor: torch.Tensor, dims: tuple[int, ...], shape: str) -> None:
@@ -73,7 +78,7 @@ def _rows_of(op: str, name: str, w: torch.Tensor, groups: int) -> int:
 
 
 def _choose(op: str, name: str, value: object, choices: dict[str, int]) -> int:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
     return choices[value]
 
@@ -449,7 +454,10 @@ def _check_weight(op: str, w: torch.Tensor, w_scale: torch.Tensor) -> None:
     w_like = torch.empty(w.shape, dtype=w.dtype)
     scale_like = torch.empty(w_scale.shape, dtype=w_scale.dtype)
     try:
-        if w.dim() == 3 and w.shape[2] % 128 == 0:
+        if w.dim() == 2 and w_scale.dim() == 3 and w_scale.shape[0] and w.shape[0] % w_scale.shape[0] == 0:
+            w_like = w_like.view(w_scale.shape[0], -1, w.shape[1])  # [G*N, K] with the scales of each group apart
+        if w_like.dim() == 3 and w.shape[-1] % 128 == 0:
+            w = w_like
             x = torch.empty((0, w.shape[0], w.shape[2]), dtype=E4M3)
             einsum_fp8_bf16(x, torch.empty((0, w.shape[0], w.shape[2] // 128), dtype=torch.int32), w_like, scale_like)
         else:

@@ -14,14 +14,35 @@ int mx_cpu_fail(const struct mx_exec *exec, int code, const char *format, ...) {
     return code;
 }
 
+struct range {
+    mx_range_fn f;
+    void *ctx;
+};
+
+/* A program may have told its thread to flush FP32 subnormals (torch.set_flush_denormal); torch's workers do not hear
+ * of it, so a result would depend on which thread made it. Byte 0 is a subnormal scale: here they always count. */
+static void run_with_subnormals(int64_t begin, int64_t end, void *ctx) {
+    const struct range *range = ctx;
+#if defined(__x86_64__)
+    const unsigned flush_bits = 0x8040; /* FTZ and DAZ of MXCSR */
+    const unsigned saved = __builtin_ia32_stmxcsr();
+    __builtin_ia32_ldmxcsr(saved & ~flush_bits);
+    range->f(begin, end, range->ctx);
+    __builtin_ia32_ldmxcsr(saved);
+#else
+    range->f(begin, end, range->ctx);
+#endif
+}
+
 void mx_cpu_parallel_for(const struct mx_exec *exec, int64_t count, int64_t grain, mx_range_fn f, void *ctx) {
+    struct range range = {f, ctx};
     if (count <= 0) {
         return;
     }
     if (exec->parallel_for) {
-        exec->parallel_for(count, grain, f, ctx);
+        exec->parallel_for(count, grain, run_with_subnormals, &range);
     } else {
-        f(0, count, ctx);
+        run_with_subnormals(0, count, &range);
     }
 }
 

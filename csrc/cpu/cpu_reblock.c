@@ -94,6 +94,7 @@ static void run_items(int64_t begin, int64_t end, void *ctx) {
     for (int64_t item = begin; item < end; item++) {
         int64_t g = item / num_block_rows, n0 = item % num_block_rows * args->block_rows;
         int64_t n1 = n0 + args->block_rows < args->num_rows ? n0 + args->block_rows : args->num_rows;
+        memset(job->stats + 3 * item, 0, 3 * sizeof(double)); /* an item may be run again */
         for (int64_t c = 0; c < num_block_cols; c++) {
             int64_t k0 = c * args->block_cols;
             int64_t k1 = k0 + args->block_cols < args->k ? k0 + args->block_cols : args->k;

@@ -23,6 +23,7 @@
 #ifndef VLLM_MEGAATTN_SM90_DECODE_H
 #define VLLM_MEGAATTN_SM90_DECODE_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -109,6 +110,7 @@ struct mx_sm90_decode_shape {
     int32_t from;       /* enum mx_sm90_decode_from */
     int32_t scale_span; /* of an e4m3 output; 0: BF16 output */
     int32_t smem_bytes; /* one block may ask for */
+    bool one_chain;     /* the sum as the large-T kernels compute it */
 };
 
 /* How a problem is run. */
@@ -129,6 +131,19 @@ struct mx_sm90_decode_plan {
  * block's share, sizes of grid, cluster and shared memory. MX_UNSUPPORTED and a reason if that does not fit together. */
 int mx_sm90_decode_complete(struct mx_sm90_decode_plan *plan, const struct mx_sm90_decode_shape *shape, char *err,
                             size_t n);
+
+/* The plan of a shape, complete. The cut (split, chains) follows from num_groups, num_rows, k and one_chain alone.
+ * MX_UNSUPPORTED and a reason if there is no such kernel or shared memory is too small. */
+int mx_sm90_decode_choose(struct mx_sm90_decode_plan *plan, const struct mx_sm90_decode_shape *shape, char *err,
+                          size_t n);
+
+/* The quickest way through the whole projection; all ways give the same bits. */
+struct mx_sm90_decode_route {
+    bool rope_inside;     /* wo_a's kernel rotates and quantises the attention output itself */
+    bool quantize_inside; /* wo_b's kernel quantises the BF16 z itself */
+    bool mxfp8_z;         /* otherwise: wo_a writes z quantised, rather than in BF16 for a kernel that quantises it */
+};
+struct mx_sm90_decode_route mx_sm90_decode_choose_route(int32_t wo_a_split, int64_t num_tokens);
 
 /* Runs `args` by that plan. `rope` is the source for FROM_ATTENTION, `source` that for FROM_BF16; both NULL else. */
 int mx_sm90_decode_run(const struct mx_sm90_decode_plan *plan, const struct mx_matmul *args,

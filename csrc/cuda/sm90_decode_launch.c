@@ -3,7 +3,7 @@
 
 #include <stdio.h>
 
-#include "driver.h"
+#include "sm90.h"
 
 /* The smallest k with 2^k >= n. */
 static int32_t log2_of(int32_t n) {
@@ -49,13 +49,15 @@ static struct mx_sm90_decode_params matmul_params(const struct mx_sm90_decode_pl
     };
 }
 
-/* Scale bytes of the activations: word of (token, span). */
-static struct mx_sm90_decode_scales scale_params(const struct mx_scales *s) {
+/* Scale bytes of the activations: word of (token, span). A dimension of size 1 has no stride. */
+static struct mx_sm90_decode_scales scale_params(const struct mx_matmul *args) {
+    const struct mx_scales *s = &args->x_scale;
+    const int64_t group = args->num_groups > 1 ? s->stride_group : 0, row = args->num_tokens > 1 ? s->stride_row : 0;
     if (s->layout == MX_SCALE_F8_128X4) { /* row t lies at 16 (t % 32) + 4 (t / 32); a span is two tiles */
-        return (struct mx_sm90_decode_scales){s->data, (uint32_t)s->stride_group, 2 * MX_TILE_BYTES, 16, 4};
+        return (struct mx_sm90_decode_scales){s->data, (uint32_t)group, 2 * MX_TILE_BYTES, 16, 4};
     }
-    return (struct mx_sm90_decode_scales){s->data, (uint32_t)s->stride_group, (uint32_t)(2 * s->stride_col),
-                                          (uint32_t)s->stride_row, (uint32_t)(32 * s->stride_row)};
+    return (struct mx_sm90_decode_scales){s->data, (uint32_t)group, (uint32_t)(2 * s->stride_col), (uint32_t)row,
+                                          (uint32_t)(32 * row)};
 }
 
 static struct mx_sm90_decode_source attention_source(const struct mx_inv_rope *rope) {
@@ -152,7 +154,7 @@ int mx_sm90_decode_run(const struct mx_sm90_decode_plan *plan, const struct mx_m
     snprintf(kernel, sizeof kernel, "mx_sm90_decode_%s_%dx%d%s_%d", from_names[plan->from],
              plan->tile_rows > 64 ? 128 : 64, plan->chains, plan->split > 1 ? "_split" : "", plan->n);
     if (plan->from == MX_DECODE_FROM_E4M3) {
-        scales = scale_params(&args->x_scale);
+        scales = scale_params(args);
         pointers[1] = &x_map;
         pointers[2] = &params;
         pointers[3] = &scales;
@@ -161,4 +163,171 @@ int mx_sm90_decode_run(const struct mx_sm90_decode_plan *plan, const struct mx_m
         from = rope != NULL ? attention_source(rope) : matrix_source(source);
     }
     return code == MX_OK ? mx_cuda_launch(dev, &launch, exec) : code;
+}
+
+/* ---- what these kernels take ----------------------------------------------------------------------------- */
+
+static int check_aligned(const struct mx_exec *exec, const char *text, const void *data, int64_t strides, int align) {
+    const uintptr_t all = (uintptr_t)data | (uintptr_t)strides;
+    return all % (uintptr_t)align != 0 ? mx_sm90_refuse(exec, text, (long long)(all % (uintptr_t)align)) : MX_OK;
+}
+
+/* Offsets in the kernels have 32 bits. */
+static int check_extent(const struct mx_exec *exec, const char *text, int64_t bytes) {
+    return bytes > UINT32_MAX ? mx_sm90_refuse(exec, text, bytes) : MX_OK;
+}
+
+static int check_output(const struct mx_matmul *args, const struct mx_exec *exec) {
+    const int64_t element = args->out_e4m3 != NULL ? 1 : 2; /* two neighbours are stored at once */
+    const void *out = args->out_e4m3 != NULL ? (const void *)args->out_e4m3 : (const void *)args->out_bf16;
+    const int64_t token = args->num_tokens > 1 ? args->out_stride_token * element : 0;
+    const int64_t group = args->num_groups > 1 && element == 2 ? args->out_stride_group * element : 0;
+    int code;
+    if (args->num_rows % 2 != 0) {
+        return mx_sm90_refuse(exec, "number of weight rows N must be even", args->num_rows);
+    }
+    if ((code = check_aligned(exec, "output: address and strides must be pairs of elements: remainder", out,
+                              token | group, (int)(2 * element))) != MX_OK) {
+        return code;
+    }
+    return check_extent(exec, "output must span less than 2^32 bytes",
+                        args->num_tokens * token + args->num_groups * (group + args->num_rows * element));
+}
+
+static int check_scales(const struct mx_matmul *args, const struct mx_exec *exec) {
+    const struct mx_sm90_decode_scales s = scale_params(args);
+    const int64_t groups = args->num_groups - 1;
+    int code;
+    if (args->w_scale.block_rows != MX_BLOCK) {
+        return mx_sm90_refuse(exec, "weight scales must cover 32 rows each", args->w_scale.block_rows);
+    }
+    if (args->x_scale.layout == MX_SCALE_BLOCKS) {
+        return mx_sm90_refuse(exec, "activation scales must be packed or F8_128x4, layout", args->x_scale.layout);
+    }
+    if ((code = check_aligned(exec, "activation scales must be aligned to 4 bytes: remainder", s.x_scale,
+                              (int64_t)(s.stride_group | s.stride_row | s.stride_span), 4)) != MX_OK ||
+        (code = check_extent(exec, "weight scales must span less than 2^32 bytes",
+                             groups * args->w_scale.stride_group +
+                                 args->num_rows / MX_BLOCK * args->w_scale.stride_row)) != MX_OK) {
+        return code;
+    }
+    return args->x_scale.layout == MX_SCALE_F8_128X4
+               ? MX_OK
+               : check_extent(exec, "activation scales must span less than 2^32 bytes",
+                              groups * args->x_scale.stride_group + args->num_tokens * args->x_scale.stride_row +
+                                  args->k / MX_BLOCK / 4 * args->x_scale.stride_col);
+}
+
+/* Whether this product is one for these kernels; the tiled kernels take it otherwise. */
+static int check_matmul(const struct mx_matmul *args, const struct mx_exec *exec) {
+    int code;
+    if (args->num_tokens > MX_DECODE_MAX_TOKENS) {
+        return mx_sm90_refuse(exec, "number of tokens must be at most 64", args->num_tokens);
+    }
+    if (mx_gemm_form_of(args) != MX_FORM_WIDE) {
+        return mx_sm90_refuse(exec, "decode kernels take scales of x over 256 columns and prepared weights: x_span",
+                              args->x_span);
+    }
+    return (code = check_output(args, exec)) != MX_OK ? code : check_scales(args, exec);
+}
+
+/* Whether BF16 rows can be read inside a kernel: 16 bytes at a time, 256 columns a scale, offsets of 32 bits. */
+static bool can_read_bf16(const void *data, int64_t num_tokens, int64_t stride_token, int64_t num_inner,
+                          int64_t stride_inner, int64_t scale_span) {
+    const int64_t token = num_tokens > 1 ? stride_token : 0, inner = num_inner > 1 ? stride_inner : 0;
+    return scale_span == MX_DECODE_SPAN && (((uintptr_t)data | (uintptr_t)(2 * token | 2 * inner)) % 16) == 0 &&
+           2 * (num_tokens * token + num_inner * inner) <= UINT32_MAX;
+}
+
+static bool can_rope_inside(const struct mx_inv_rope *rope) {
+    const int64_t row = rope->num_positions > 1 ? rope->cos_sin_stride : 0;
+    return can_read_bf16(rope->attn, rope->num_tokens, rope->attn_stride_token,
+                         rope->num_groups * rope->heads_per_group, rope->attn_stride_head, rope->scale_span) &&
+           rope->rope_dim % 8 == 0 && (((uintptr_t)rope->cos_sin | (uintptr_t)(4 * row)) % 16) == 0;
+}
+
+static bool can_quantize_inside(const struct mx_quantize *z) {
+    return can_read_bf16(z->z, z->num_tokens, z->z_stride_token, z->num_groups, z->z_stride_group, z->scale_span);
+}
+
+/* ---- the backend's functions ----------------------------------------------------------------------------- */
+
+static int choose(struct mx_sm90_decode_plan *plan, const struct mx_matmul *args, int32_t from,
+                  const struct mx_cuda_device *dev, const struct mx_exec *exec) {
+    const struct mx_sm90_decode_shape shape = {
+        .num_tokens = args->num_tokens,
+        .num_groups = args->num_groups,
+        .num_rows = args->num_rows,
+        .k = args->k,
+        .from = from,
+        .scale_span = args->out_e4m3 != NULL ? (int32_t)args->scale_span : 0,
+        .smem_bytes = dev->smem_bytes,
+        .one_chain = (exec->flags & MX_FLAG_BATCH_INVARIANT) != 0,
+    };
+    return mx_sm90_decode_choose(plan, &shape, exec->err, exec->err_bytes);
+}
+
+int mx_sm90_decode_matmul(const struct mx_matmul *args, const struct mx_exec *exec) {
+    const struct mx_cuda_device *dev = mx_cuda_device(exec->device_index, exec->err, exec->err_bytes);
+    struct mx_sm90_decode_plan plan;
+    int code = dev != NULL ? check_matmul(args, exec) : MX_FAILED;
+    if (code == MX_OK) {
+        code = choose(&plan, args, MX_DECODE_FROM_E4M3, dev, exec);
+    }
+    return code == MX_OK ? mx_sm90_decode_run(&plan, args, NULL, NULL, exec) : code;
+}
+
+/* wo_a with BF16 z where the quantiser expects it. */
+static struct mx_matmul write_bf16(const struct mx_matmul *a, const struct mx_quantize *quantize) {
+    struct mx_matmul args = *a;
+    args.out_e4m3 = NULL;
+    args.out_scale = NULL;
+    args.out_bf16 = (uint16_t *)(uintptr_t)quantize->z;
+    args.out_stride_token = quantize->z_stride_token;
+    args.out_stride_group = quantize->z_stride_group;
+    return args;
+}
+
+int mx_sm90_decode_o_proj(const struct mx_o_proj *args, const struct mx_exec *exec) {
+    const struct mx_cuda_device *dev = mx_cuda_device(exec->device_index, exec->err, exec->err_bytes);
+    struct mx_matmul a = *args->a;
+    struct mx_sm90_decode_plan a_plan, b_plan, inside;
+    struct mx_sm90_decode_route route;
+    int code = dev != NULL ? MX_OK : MX_FAILED;
+    if (code != MX_OK || (code = check_matmul(&a, exec)) != MX_OK || (code = check_matmul(args->b, exec)) != MX_OK ||
+        (code = choose(&a_plan, &a, MX_DECODE_FROM_E4M3, dev, exec)) != MX_OK ||
+        (code = choose(&b_plan, args->b, MX_DECODE_FROM_E4M3, dev, exec)) != MX_OK) {
+        return code;
+    }
+
+    /* The quickest route that these arguments allow */
+    route = mx_sm90_decode_choose_route(a_plan.split, a.num_tokens);
+    route.quantize_inside = route.quantize_inside && args->quantize != NULL && can_quantize_inside(args->quantize) &&
+                            choose(&inside, args->b, MX_DECODE_FROM_BF16, dev, exec) == MX_OK;
+    if (route.quantize_inside) {
+        b_plan = inside;
+    }
+    route.mxfp8_z = a.out_e4m3 != NULL && !route.quantize_inside && (route.mxfp8_z || args->quantize == NULL);
+    if (!route.mxfp8_z && a.out_e4m3 != NULL) {
+        a = write_bf16(&a, args->quantize);
+        if ((code = check_output(&a, exec)) != MX_OK ||
+            (code = choose(&a_plan, &a, MX_DECODE_FROM_E4M3, dev, exec)) != MX_OK) {
+            return code;
+        }
+    }
+    route.rope_inside = route.rope_inside && args->rope != NULL && can_rope_inside(args->rope) &&
+                        choose(&inside, &a, MX_DECODE_FROM_ATTENTION, dev, exec) == MX_OK;
+    if (route.rope_inside) {
+        a_plan = inside;
+    } else if (args->rope != NULL && (code = mx_sm90_inv_rope(dev, args->rope, exec)) != MX_OK) {
+        return code;
+    }
+
+    code = mx_sm90_decode_run(&a_plan, &a, route.rope_inside ? args->rope : NULL, NULL, exec);
+    if (code == MX_OK && !route.mxfp8_z && !route.quantize_inside) {
+        code = mx_sm90_quantize(dev, args->quantize, exec);
+    }
+    return code == MX_OK
+               ? mx_sm90_decode_run(&b_plan, args->b, NULL, route.quantize_inside ? args->quantize : NULL, exec)
+               : code;
 }

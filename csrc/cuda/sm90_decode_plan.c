@@ -1,9 +1,65 @@
-/* sm90_decode_plan.c - which tile, split and rings a decode problem gets. Pure functions, no CUDA. See sm90_decode.h. */
+/* sm90_decode_plan.c - which tile, cut of K and rings a decode problem gets. Pure functions, no CUDA. See sm90_decode.h. */
 #include "sm90_decode.h"
 
 #include <stdio.h>
 
-enum { BLOCK_M = 64, MAX_CLUSTER = 8 };
+enum {
+    BLOCK_M = 64, /* rows of one tensor core instruction */
+    MAX_CLUSTER = 8,
+    NUM_SMS = 132, /* of the devices that were measured; fixed, because the bits depend on what follows from it */
+    FEW_ROWS = 16 * BLOCK_M,
+};
+
+/* The shipped kernels and their rings: slots of weights, how many of them may be under way, slots of activations, and
+ * after how many spans the next kernel may start. Measured in chains of wo_a and wo_b of DeepSeek-V4 shards on an H200,
+ * with cold weights. 48 to 64 KB of weights under way are enough for each SM, and more delay the activations. Where
+ * blocks meet for the scales of their output, clusters of 4 fit only if two blocks share an SM: rings are short there. */
+/* clang-format off */
+static const struct {
+    int32_t from, rows, chains, split, meet, n;
+    int32_t w_stages, w_in_flight, x_stages, trigger_span;
+} kernels[] = {
+    /* from                     rows  chains  split  meet  n      w slots  under way  x slots  trigger */
+    {MX_DECODE_FROM_E4M3,        64,  1,      0,     0,     8,    8,       6,         8,       0},
+    {MX_DECODE_FROM_E4M3,        64,  1,      0,     0,    16,    8,       6,         8,       0},
+    {MX_DECODE_FROM_E4M3,        64,  1,      0,     0,    32,    8,       5,         4,       0},
+    {MX_DECODE_FROM_E4M3,        64,  1,      0,     0,    64,    8,       4,         4,       0},
+    {MX_DECODE_FROM_E4M3,        64,  1,      0,     1,     8,    4,       3,         8,       12},
+    {MX_DECODE_FROM_E4M3,        64,  1,      0,     1,    16,    4,       3,         8,       12},
+    {MX_DECODE_FROM_E4M3,        64,  1,      0,     1,    32,    4,       3,         4,       14},
+    {MX_DECODE_FROM_E4M3,        64,  1,      0,     1,    64,    4,       2,         2,       14},
+    {MX_DECODE_FROM_E4M3,        64,  2,      0,     0,     8,    6,       4,         8,       10},
+    {MX_DECODE_FROM_E4M3,        64,  2,      0,     0,    16,    6,       4,         8,       10},
+    {MX_DECODE_FROM_E4M3,        64,  2,      0,     0,    32,    8,       4,         4,       10},
+    {MX_DECODE_FROM_E4M3,        64,  2,      0,     0,    64,    8,       3,         4,       16},
+    {MX_DECODE_FROM_E4M3,        64,  2,      0,     1,     8,    4,       3,         8,       14},
+    {MX_DECODE_FROM_E4M3,        64,  2,      0,     1,    16,    4,       3,         8,       14},
+    {MX_DECODE_FROM_E4M3,        64,  2,      0,     1,    32,    4,       3,         4,       14},
+    {MX_DECODE_FROM_E4M3,        64,  2,      0,     1,    64,    4,       2,         2,       14},
+    {MX_DECODE_FROM_E4M3,        64,  2,      1,     0,     8,    8,       6,         8,       1},
+    {MX_DECODE_FROM_E4M3,        64,  2,      1,     0,    16,    8,       6,         8,       1},
+    {MX_DECODE_FROM_E4M3,        64,  2,      1,     0,    32,    6,       6,         4,       8},
+    {MX_DECODE_FROM_E4M3,        64,  2,      1,     0,    64,    8,       4,         4,       8},
+    {MX_DECODE_FROM_E4M3,        64,  2,      1,     1,     8,    8,       6,         8,       1},
+    {MX_DECODE_FROM_E4M3,        64,  2,      1,     1,    16,    8,       6,         8,       1},
+    {MX_DECODE_FROM_E4M3,        64,  2,      1,     1,    32,    6,       6,         4,       8},
+    {MX_DECODE_FROM_E4M3,        64,  2,      1,     1,    64,    8,       4,         4,       8},
+    {MX_DECODE_FROM_E4M3,       128,  2,      1,     1,     8,    4,       4,         4,       1},
+    {MX_DECODE_FROM_E4M3,       128,  2,      1,     1,    16,    4,       4,         4,       1},
+    {MX_DECODE_FROM_E4M3,       128,  2,      1,     1,    32,    4,       4,         4,       1},
+    {MX_DECODE_FROM_E4M3,       128,  2,      1,     1,    64,    4,       4,         4,       1},
+    {MX_DECODE_FROM_E4M3,        64,  4,      0,     0,     8,    12,      7,         8,       0},
+    {MX_DECODE_FROM_E4M3,        64,  4,      0,     0,    16,    12,      7,         8,       0},
+    {MX_DECODE_FROM_E4M3,        64,  4,      0,     0,    32,    12,      5,         8,       0},
+    {MX_DECODE_FROM_E4M3,        64,  4,      0,     0,    64,    8,       7,         8,       0},
+    {MX_DECODE_FROM_E4M3,        64,  4,      0,     1,     8,    4,       3,         8,       0},
+    {MX_DECODE_FROM_E4M3,        64,  4,      0,     1,    16,    4,       3,         8,       0},
+    {MX_DECODE_FROM_E4M3,        64,  4,      0,     1,    32,    4,       3,         4,       0},
+    {MX_DECODE_FROM_E4M3,        64,  4,      0,     1,    64,    4,       3,         4,       0},
+    {MX_DECODE_FROM_BF16,        64,  4,      0,     0,     8,    8,       7,         0,       0},
+    {MX_DECODE_FROM_ATTENTION,   64,  2,      1,     0,     8,    4,       4,         0,       0},
+};
+/* clang-format on */
 
 static int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -61,4 +117,79 @@ int mx_sm90_decode_complete(struct mx_sm90_decode_plan *plan, const struct mx_sm
         return MX_UNSUPPORTED;
     }
     return MX_OK;
+}
+
+/* The cut of K and the rows of a tile. Bits depend on the cut alone, so it follows from the weights alone, whatever the
+ * number of tokens, the form of the activations and that of the output; the rows do depend on the output. */
+static void choose_cut(struct mx_sm90_decode_plan *plan, const struct mx_sm90_decode_shape *shape) {
+    const int64_t rows = shape->num_groups * shape->num_rows;
+    const int64_t rows_per_sm = mx_ceil_div(mx_ceil_div(rows, NUM_SMS), 8) * 8;
+    plan->split = 1;
+    plan->tile_rows = (int32_t)min_i64(max_i64(rows_per_sm, MX_BLOCK), BLOCK_M);
+    if (shape->one_chain) {
+        plan->chains = 1;
+    } else if (rows_per_sm > MX_BLOCK) { /* a tile for each SM */
+        plan->chains = plan->tile_rows < BLOCK_M ? 4 : 2;
+    } else { /* too few rows: several blocks for each tile */
+        const int64_t num_spans = shape->k / MX_DECODE_SPAN;
+        plan->split = rows <= FEW_ROWS ? 4 : 2;
+        while (num_spans % plan->split != 0) {
+            plan->split /= 2;
+        }
+        plan->chains = 2;
+        plan->tile_rows = BLOCK_M;
+    }
+    if (shape->scale_span != 0) { /* as many whole tiles as the blocks of a cluster can share a scale */
+        plan->tile_rows = shape->scale_span / BLOCK_M * plan->split > MAX_CLUSTER ? 2 * BLOCK_M : BLOCK_M;
+    }
+}
+
+int mx_sm90_decode_choose(struct mx_sm90_decode_plan *plan, const struct mx_sm90_decode_shape *shape, char *err,
+                          size_t n) {
+    int32_t padded = 8, rows, meet;
+    while (padded < shape->num_tokens) {
+        padded *= 2;
+    }
+    *plan = (struct mx_sm90_decode_plan){.from = shape->from, .n = padded};
+    choose_cut(plan, shape);
+    rows = plan->tile_rows > BLOCK_M ? 2 * BLOCK_M : BLOCK_M;
+    meet = shape->scale_span > rows;
+    for (size_t i = 0; i < sizeof kernels / sizeof kernels[0]; i++) {
+        if (kernels[i].from != plan->from || kernels[i].rows != rows || kernels[i].chains != plan->chains ||
+            kernels[i].split != (plan->split > 1) || kernels[i].meet != meet || kernels[i].n != padded) {
+            continue;
+        }
+        plan->w_stages = kernels[i].w_stages;
+        plan->w_in_flight = kernels[i].w_in_flight;
+        plan->x_stages = kernels[i].x_stages;
+        plan->trigger_span = kernels[i].trigger_span;
+        for (;;) { /* shorter rings where shared memory is short */
+            struct mx_sm90_decode_plan tried = *plan;
+            if (mx_sm90_decode_complete(&tried, shape, err, n) == MX_OK) {
+                *plan = tried;
+                return MX_OK;
+            }
+            if (plan->from == MX_DECODE_FROM_E4M3 && plan->x_stages > plan->chains) {
+                plan->x_stages -= plan->chains;
+            } else if (plan->w_stages > plan->chains) {
+                plan->w_stages -= plan->chains;
+            } else {
+                return MX_UNSUPPORTED;
+            }
+        }
+    }
+    snprintf(err, n, "no decode kernel for %lld tokens, source %d, %d chains, split %d, %d rows",
+             (long long)shape->num_tokens, plan->from, plan->chains, plan->split, plan->tile_rows);
+    return MX_UNSUPPORTED;
+}
+
+struct mx_sm90_decode_route mx_sm90_decode_choose_route(int32_t wo_a_split, int64_t num_tokens) {
+    switch (wo_a_split) { /* measured up to 64 tokens */
+    case 1:
+        return (struct mx_sm90_decode_route){false, num_tokens <= 2, false};
+    case 2:
+        return (struct mx_sm90_decode_route){false, false, true};
+    default:
+        return (struct mx_sm90_decode_route){num_tokens <= 4, num_tokens <= 4, true};
+    }
 }

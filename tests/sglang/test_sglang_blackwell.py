@@ -207,9 +207,9 @@ def test_mega_agrees_with_sglang(world, checkpoints, make, mega):
 @pytest.mark.parametrize(("rows", "live"), [(9, 6), (130, 1), (260, 129), (8, 8), (5, 0)])
 def test_mega_prefill_graph(world, checkpoints, make, mega, monkeypatch, rows, live):
     """Attention and wo_a on the live rows between captured segments, wo_b on all rows: zeros after the live ones."""
-    from vllm_megaattn.engines.sglang import forward
-
     from sglang_layers import OpLog, Tokens, expected, relative_error
+
+    from vllm_megaattn.engines.sglang import forward
 
     built = make(tp=2, mega=True)
     tokens = Tokens.random(rows)

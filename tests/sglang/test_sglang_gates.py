@@ -205,6 +205,14 @@ def test_settings(world, plugin, messages, settings, reason):
 
 
 @hopper
+@pytest.mark.parametrize("load_format", ["auto", "safetensors", "fastsafetensors", "runai_streamer", "dummy", "pt"])
+def test_load_formats_that_are_served(world, plugin, messages, load_format):
+    plugin()
+    assert hasattr(world.make("v41", tp=8, settings={"load_format": load_format}).attention, "_megaattn")
+    assert messages == []
+
+
+@hopper
 @pytest.mark.parametrize(
     ("fact", "value", "reason"),
     [

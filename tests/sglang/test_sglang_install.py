@@ -257,20 +257,27 @@ def test_hook_that_sglang_failed_to_place(site):
     assert "SGLang did not place the hooks on MQALayer._project_wo_b" in warnings[0]
 
 
-@pytest.mark.parametrize("name", ["_project_wo_b", "fused_rope_wo_a_bf16", "wo_a_fp8_gemm_enabled"])
-def test_hook_that_was_overwritten_later(world, plugin, messages, name):
+@pytest.mark.parametrize(
+    "name",
+    [
+        "MQALayer._project_wo_b",
+        "fused_rope_wo_a_bf16",
+        "wo_a_fp8_gemm_enabled",
+        "DeepseekV4ForCausalLMNextN.__init__",
+    ],
+)
+def test_hook_that_was_overwritten_later(world, plugin, messages, monkeypatch, name):
     """Another plugin put a function of its own there: SGLang's loader and forward would no longer fit together."""
+    import sglang.srt.models.deepseek_v4_nextn as draft
+
     plugin()
-    owner = world.model.MQALayer if name == "_project_wo_b" else world.model
-    ours = getattr(owner, name)
-    setattr(owner, name, lambda *args, **kwargs: False)
-    try:
-        built = world.make("v41", tp=8)
-    finally:
-        setattr(owner, name, ours)
+    owner = draft if "NextN" in name else world.model
+    for part in name.split(".")[:-1]:
+        owner = getattr(owner, part)
+    monkeypatch.setattr(owner, name.rpartition(".")[2], lambda *args, **kwargs: False)
+    built = world.make("v41", tp=8)
     assert not hasattr(built.attention, "_megaattn")
-    full = name if owner is world.model else f"MQALayer.{name}"
-    assert any(f"did not place the hooks on {full}" in text for _, text in messages)
+    assert any(f"did not place the hooks on {name}" in text for _, text in messages)
 
 
 def test_changed_names_are_told(world, monkeypatch):

@@ -203,7 +203,7 @@ def test_log_lines_are_vllms(world):
 
 @pytest.mark.capability((9, 0))
 @pytest.mark.parametrize("order", ["other first", "other second"])
-def test_vllm_that_selects_its_own_subclass(world, messages, order):
+def test_other_plugin_that_selects_its_own_subclass(world, messages, order):
     """As vllm-sail does: a subclass with its own `_o_proj`, returned by vLLM's class selector. It keeps its layers."""
     import vllm.models.deepseek_v41.nvidia.model as model
     from vllm.models.deepseek_v41.nvidia.flashmla import DeepseekV4FlashMLAAttention
@@ -228,7 +228,7 @@ def test_vllm_that_selects_its_own_subclass(world, messages, order):
 
 
 @pytest.mark.capability((9, 0))
-def test_vllm_that_replaced_the_method_before_us(world, messages):
+def test_other_plugin_that_replaced_the_method_before_us(world, messages):
     """It is there first: the class is left to it, with a warning."""
     from vllm.models.deepseek_v41.nvidia.flashmla import DeepseekV4FlashMLAAttention
 
@@ -246,7 +246,7 @@ def test_vllm_that_replaced_the_method_before_us(world, messages):
 
 
 @pytest.mark.capability((9, 0))
-def test_vllm_that_wraps_the_method_after_us(world):
+def test_other_plugin_that_wraps_the_method_after_us(world):
     """A tracer, say: its wrapper calls ours, and both do their work."""
     import functools
 
@@ -276,7 +276,7 @@ def test_vllm_that_wraps_the_method_after_us(world):
 
 
 @pytest.mark.capability((9, 0))
-def test_vllm_that_replaced_the_method_after_us(world, messages):
+def test_other_plugin_that_replaced_the_method_after_us(world, messages):
     """Its function expects vLLM's weight layout: layers built from now on are left to it."""
     from vllm.models.deepseek_v41.nvidia.flashmla import DeepseekV4FlashMLAAttention
 

@@ -114,13 +114,36 @@ def test_wide_form_is_what_reaches_the_op(world, checkpoints):
     assert relative_error(y, want) < 2e-2
 
 
-def test_post_load_twice_changes_nothing(world, checkpoints):
-    model, config = first_load(world, checkpoints[0])
+def test_post_load_keeps_parameters_and_fp8_storage(world, checkpoints):
+    """Parameter objects, their loaders and, where shapes allow, their storage: also when re-blocking made new bytes."""
+    from vllm_megaattn.engines.vllm import register
+
+    register()
+    config = world.config("v41", backend="emulation", tp=8, hidden=checkpoints[0].hidden)
+    attention = world.build(config)
+    for kept in attention._megaattn.kept.values():
+        kept._prepare = widen_always
+    world.fill(attention, checkpoints[0])
+    before = operands(attention)
+    pointers = {key: tensor.data_ptr() for key, tensor in before.items()}
+    world.post_load(attention, config)
+    for key, tensor in operands(attention).items():
+        assert tensor is before[key]
+        assert callable(tensor.weight_loader)
+        assert (tensor.data_ptr() == pointers[key]) == (key[1] == "weight")
+
+
+@pytest.mark.parametrize("prepare", [None, widen_always], ids=["blocks", "wide"])
+def test_post_load_twice_changes_nothing(world, checkpoints, prepare):
+    model, config = first_load(world, checkpoints[0], prepare=prepare)
+    saved = model.attn._megaattn.record.saved_bytes
+    assert saved > 0
     before = {key: (tensor.data_ptr(), tensor.clone()) for key, tensor in operands(model.attn).items()}
     world.post_load(model.attn, config)
     for key, tensor in operands(model.attn).items():
         assert tensor.data_ptr() == before[key][0]
         assert torch.equal(tensor.view(torch.uint8), before[key][1].view(torch.uint8))
+    assert model.attn._megaattn.record.saved_bytes == saved
 
 
 def test_dummy_weights_then_real_ones(world, checkpoints):

@@ -67,8 +67,14 @@ def _cpu_model() -> str:
 
 def _devices() -> list[dict[str, object]]:
     """Every device torch sees: name, selector key, whether a kernel of this package runs there, and if not, why."""
+    no_kernels = _C.cpu_info()["variant"] == "none"  # VLLM_MEGAATTN_CPU asks for what is not there
+    cpu_gap = (
+        f"VLLM_MEGAATTN_CPU={os.environ.get('VLLM_MEGAATTN_CPU')!r} names no kernels of this CPU"
+        if no_kernels
+        else ""
+    )
     devices: list[dict[str, object]] = [
-        {"device": "cpu", "name": _cpu_model(), "key": "cpu", "usable": True, "reason": ""}
+        {"device": "cpu", "name": _cpu_model(), "key": "cpu", "usable": not cpu_gap, "reason": cpu_gap}
     ]
     if not torch.cuda.is_available():
         return devices

@@ -204,6 +204,7 @@ def _check(attention: torch.nn.Module, facts: LayerFacts, model: ModuleType) -> 
     if not missing:
         found["groups"] = attention.n_local_groups, facts.groups
         found["heads"] = attention.n_local_heads, facts.heads
+        found["mega attention"] = getattr(attention, "use_mega_attention", False), facts.extra["mega"]
         found["rotary table"] = attention.freqs_cis.dtype, torch.complex64
         for method in ("forward", "_project_wo_b"):  # a subclass with its own would not come by our hooks
             own = getattr(type(attention), method) is getattr(model.MQALayer, method)
@@ -301,5 +302,5 @@ def around_setup_mega(original: Callable, self: torch.nn.Module) -> None:
 
 
 def around_quantize_wo_a(original: Callable, weight: torch.Tensor) -> object:
-    """Called by SGLang's setup for every layer: nothing to quantise in an FP8 wo_a."""
+    """Called by SGLang's setup: nothing to quantise in an FP8 wo_a."""
     return None if weight.dtype is torch.float8_e4m3fn else original(weight)
