@@ -68,7 +68,7 @@ TABLE = (
         0,
         0,
         (),
-        "kernels for datacenter Blackwell are written but not enabled: they have not run on hardware",
+        "no kernel yet for datacenter Blackwell",
     ),
     Row(("sm120", "sm121"), None, (), 0, 0, (), "no kernel yet for SM12x"),
     Row(("sm89",), None, (), 0, 0, (), "no kernel yet for Ada"),

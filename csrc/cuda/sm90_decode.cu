@@ -446,7 +446,8 @@ MX_DEVICE void store_mxfp8(const struct mx_sm90_decode_params &p, const struct s
 template <class S>
 MX_DEVICE void finish_mxfp8(uint32_t w_bytes, const struct mx_sm90_decode_params &p, const struct share &b) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const uint32_t kept = staged<S>(b, 0, b.first_token) + lane * 4; /* this warp alone reads and writes it here */
+    /* Over the first sums of the token, which only this warp has read */
+    const uint32_t kept = (S::SPLIT ? b.smem + p.parts : staged<S>(b, 0, 0)) + lane * 4;
 #pragma unroll 1
     for (int i = warp; i < b.owned_tokens; i += S::MMA_WARPS) {
         uint32_t pair[1][S::TILES], amax[S::TILES], widest = 0;
@@ -458,6 +459,7 @@ MX_DEVICE void finish_mxfp8(uint32_t w_bytes, const struct mx_sm90_decode_params
             widest = max(widest, amax[tile]);
         }
         widest = max(widest, __shfl_xor_sync(0xFFFFFFFFu, widest, 16));
+        __syncwarp(); /* all lanes have read their sums, which the stores below may overwrite */
 #pragma unroll
         for (int tile = 0; tile < S::TILES; tile++) {
             if (p.span_tiles == 1) {

@@ -267,6 +267,9 @@ void cluster_barrier_arrive(bool release) {
     if (release) {
         bar.gathered.add(t.past, {t.self, t.clock});
         t.clock++;
+    } else if (!t.init_fences.empty()) { /* PTX ISA, "fence.mbarrier_init": made for a relaxed arrival behind it */
+        bar.gathered.add({t.self, t.init_fences.back()});
+        bar.gathered.add({t.self + PUBLISHED, t.init_fences.back()});
     }
     check_cluster_barrier();
 }

@@ -90,23 +90,31 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
         return (a.astype(np.float64) * b + c.astype(np.float64)).astype(np.float32)
 
 
-def hopper_wide(x, x_scale, w, w_scale, splits: int = 1, step=step) -> np.ndarray:
-    """The wide form of csrc/cuda/plan.h: x [T, K], x_scale [T, K / 256], w [N, K], w_scale [N] -> float32 [T, N].
-
-    `splits`: chains over that many equal parts of K, added in order.
-    """
-    spans = x.shape[1] // 256
-    sums = []
-    for part in np.array_split(np.arange(spans), splits):
-        acc = np.zeros((x.shape[0], w.shape[0]), np.float32)
-        for span in part:
-            k = slice(span * 256, span * 256 + 256)
-            partial = chain(np.zeros_like(acc), x[:, k], w[:, k], step=step, **HOPPER)
-            acc = fma(partial, power(x_scale[:, span])[:, None], acc)
-        sums.append(acc)
+def added(sums: list[np.ndarray]) -> np.ndarray:
+    """The sum of float32 arrays, in order."""
     acc = sums[0]
     for other in sums[1:]:
         acc = (acc + other).astype(np.float32)
+    return acc
+
+
+def hopper_wide(x, x_scale, w, w_scale, splits: int = 1, chains: int = 1, step=step) -> np.ndarray:
+    """The wide form of csrc/cuda/plan.h: x [T, K], x_scale [T, K / 256], w [N, K], w_scale [N] -> float32 [T, N].
+
+    `splits`: that many equal parts of K, added in order; a part's spans go to `chains` chains in turn, added in order.
+    """
+    spans = np.arange(x.shape[1] // 256)
+
+    def one_chain(spans: np.ndarray) -> np.ndarray:
+        acc = np.zeros((x.shape[0], w.shape[0]), np.float32)
+        for span in spans:
+            k = slice(span * 256, span * 256 + 256)
+            partial = chain(np.zeros_like(acc), x[:, k], w[:, k], step=step, **HOPPER)
+            acc = fma(partial, power(x_scale[:, span])[:, None], acc)
+        return acc
+
+    parts = np.array_split(spans, splits)
+    acc = added([added([one_chain(part[c::chains]) for c in range(chains)]) for part in parts])
     return (acc * power(w_scale)[None, :]).astype(np.float32)
 
 

@@ -121,7 +121,7 @@ class Matmul:
             emulator.call(backend, "matmul", args, flags=flags)
         return self.out, self.out_scale
 
-    def sums(self, emulator: Emulator, splits: int = 1) -> np.ndarray:
+    def sums(self, emulator: Emulator, splits: int = 1, chains: int = 1) -> np.ndarray:
         """BF16 codes [T, G, N] of what Hopper's kernels must compute."""
         tokens, groups, rows, _ = self.shape
         out = np.empty((tokens, groups, rows), np.uint16)
@@ -129,7 +129,7 @@ class Matmul:
             x, w = np.ascontiguousarray(self.x[:, g]), np.ascontiguousarray(self.w[g])
             if self.weights == "prepared" and self.x_span >= 256:
                 acc = model.hopper_wide(
-                    x, self.x_scale[:, g, ::8], w, self.w_scale[g, :, 0], splits, step=emulator.step
+                    x, self.x_scale[:, g, ::8], w, self.w_scale[g, :, 0], splits, chains, step=emulator.step
                 )
             else:
                 acc = model.hopper_per32(x, self.x_scale[:, g], w, self.w_scale[g], step=emulator.step)
@@ -158,9 +158,11 @@ class Matmul:
             out[:, g] = bf16_of(acc)
         return out
 
-    def expected(self, emulator: Emulator, span: int, splits: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    def expected(
+        self, emulator: Emulator, span: int, splits: int = 1, chains: int = 1
+    ) -> tuple[np.ndarray, np.ndarray]:
         """(out, out_scale) by the model, as `run` returns them."""
-        return self.written(self.sums(emulator, splits), span)
+        return self.written(self.sums(emulator, splits, chains), span)
 
     def written(self, sums: np.ndarray, span: int) -> tuple[np.ndarray, np.ndarray]:
         """What a kernel writes of BF16 codes [T, G, N]."""

@@ -139,6 +139,7 @@ MX_DEVICE float4 load_shared_v4_f32(uint32_t address) { return emu_load_shared<f
 
 MX_DEVICE void store_shared_u32(uint32_t address, uint32_t v) { emu::shared_store(address, &v, 4, false); }
 MX_DEVICE void store_shared_f32(uint32_t address, float v) { emu::shared_store(address, &v, 4, false); }
+MX_DEVICE void store_shared_v4_f32(uint32_t address, float4 v) { emu::shared_store(address, &v, 16, false); }
 MX_DEVICE void store_shared_v2_u32(uint32_t address, uint32_t a, uint32_t b) {
     const uint32_t v[] = {a, b};
     emu::shared_store(address, v, 8, false);
