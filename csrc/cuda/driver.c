@@ -196,6 +196,10 @@ static int load_image(struct mx_cuda_device *dev, const struct mx_cuda_image *im
         CHECK_DRIVER(cuFuncSetAttribute,
                      (handles[i], CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, dev->smem_bytes - static_bytes),
                      function->name);
+        /* NOTE: a kernel whose blocks want another split of L1 and shared memory than those running cannot start
+         * beside them, which would undo programmatic dependent launch. */
+        CHECK_DRIVER(cuFuncSetAttribute, (handles[i], CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100),
+                     function->name);
         dev->num_functions++;
     }
 done:

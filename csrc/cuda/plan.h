@@ -10,7 +10,8 @@
  *           acc = fma(partial, x_scale[token, span], acc), starting from 0, in one chain over increasing spans; the
  *           result is acc * w_scale. wgmma gives the same bits whichever operand stands on its M side.
  *           Between 65 and some hundred tokens plan.c may take kernels that sum two halves of K in a chain each and add
- *           the two, unless MX_FLAG_BATCH_INVARIANT asks for the one chain.
+ *           the two, and up to 64 tokens sm90_decode.h's kernels add several chains, always the same for given weights;
+ *           unless MX_FLAG_BATCH_INVARIANT asks for the one chain.
  *   per 32  everything else: acc = fma(partial of 32 columns, x_scale * w_scale, acc), in increasing order.
  *
  * Then the result is rounded to BF16, and quantised from that where MXFP8 is asked for. Scales are powers of two, so

@@ -2,18 +2,18 @@
  * sm90_decode.h - the projections for few tokens (T <= 64) on Hopper: what the host plans and what the kernels get.
  *
  * At this size the work is reading the weights once. They stand on the M side of the tensor core instruction (64 rows
- * each), tokens on the N side, padded to 8, 16, 32 or 64. A block keeps `tile_rows` rows of the weight in flight through
- * a ring of shared memory, 256 columns (one span) a slot:
+ * each), tokens on the N side, padded to 8, 16, 32 or 64. A block keeps `tile_rows` rows of the weight in flight
+ * through a ring of shared memory, 256 columns (one span) a slot:
  *
  *                  K ->   span 0   span 1   span 2  ...
  *     tile_rows rows    [ slot 0 | slot 1 | slot 2 | ...      256 bytes of each row, two swizzled halves of 128
  *
- * Numerics. A span's 8 products (k = 32 each) accumulate in fresh registers; then acc = fma(partial, scale of the token's
- * span, acc), a chain over the spans in increasing order; the weight's scale (one byte per 32 rows over all of K)
- * multiplies the end result. With one chain (split 1, chains 1) that is what the large-T kernels compute, bit for bit.
- * Otherwise K is cut into `split` consecutive shares, one per block of a cluster, each share's spans go to `chains` chains
- * in turn, and the result is the sum over shares of the sum over their chains, both in order. Plans choose the cut by the
- * shape of the weights alone, so a token's bits never depend on the number of tokens, up to 64.
+ * Numerics. A span's 8 products (k = 32 each) accumulate in fresh registers; then acc = fma(partial, scale of the
+ * token's span, acc), a chain over the spans in increasing order; the weight's scale (one byte per 32 rows over all
+ * of K) multiplies the end result. With one chain (split 1, chains 1) that is what the large-T kernels compute, bit
+ * for bit. Otherwise K is cut into `split` consecutive shares, one per block of a cluster, each share's spans go to
+ * `chains` chains in turn, and the result is the sum over shares of the sum over their chains, both in order. Plans
+ * choose the cut by the shape of the weights alone, so a token's bits never depend on the number of tokens, up to 64.
  *
  * Activations come as e4m3 with scale bytes equal over 256 columns, by the copy engine; or as BF16, which the block
  * quantises itself while its weights are under way (for the attention output: after the inverse rotary embedding).
@@ -48,8 +48,8 @@ enum mx_sm90_decode_from {
 
 /* ---- what the kernels get -------------------------------------------------------------------------------- */
 
-/* Pointers are device pointers, strides and offsets are in bytes unless said otherwise; 32 bits are enough for 64 tokens,
- * and they keep the code that runs before the first copy short. */
+/* Pointers are device pointers, strides and offsets are in bytes unless said otherwise; 32 bits are enough for 64
+ * tokens, and they keep the code that runs before the first copy short. */
 struct mx_sm90_decode_params {
     int32_t tile_rows;    /* weight rows per block, a multiple of 8 up to 64 or 128 */
     int32_t w_stages;     /* slots of the weight ring */
@@ -76,15 +76,16 @@ struct mx_sm90_decode_params {
 };
 
 /* Activations that are e4m3 already. The byte of (token t, span s) lies at
- * x_scale + s * stride_span + (t % 32) * stride_row + (t / 32) * stride_row_32, which covers packed words and F8_128x4. */
+ * x_scale + s * stride_span + (t % 32) * stride_row + (t / 32) * stride_row_32, which covers packed words and
+ * F8_128x4. */
 struct mx_sm90_decode_scales {
     const uint8_t *x_scale; /* 4-byte aligned, so are the strides: a whole word is read, its low byte used */
     uint32_t stride_group, stride_span, stride_row, stride_row_32;
 };
 
-/* Activations that are BF16 still. 32 columns from 32 * c of a group come from head c / B, values 32 * (c % B) .. of it
- * (standard order, B = D / 32), or from head c % heads, values 32 * (c / heads) .. (chunk-interleaved). A plain matrix
- * is heads of its contiguous runs. */
+/* Activations that are BF16 still. 32 columns from 32 * c of a group come from head c / B, values 32 * (c % B) .. of
+ * it (standard order, B = D / 32), or from head c % heads, values 32 * (c / heads) .. (chunk-interleaved). A plain
+ * matrix is heads of its contiguous runs. */
 struct mx_sm90_decode_source {
     const uint8_t *x; /* BF16, 16-byte aligned, so are the strides */
     uint32_t stride_token, stride_group, stride_head;
@@ -128,7 +129,7 @@ struct mx_sm90_decode_plan {
 };
 
 /* Fills in what follows from the shape and the plan's first fields (from .. trigger_span): rings no longer than the
- * block's share, sizes of grid, cluster and shared memory. MX_UNSUPPORTED and a reason if that does not fit together. */
+ * block's share, sizes of grid, cluster and shared memory. MX_UNSUPPORTED and a reason if that does not fit. */
 int mx_sm90_decode_complete(struct mx_sm90_decode_plan *plan, const struct mx_sm90_decode_shape *shape, char *err,
                             size_t n);
 

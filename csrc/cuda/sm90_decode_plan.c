@@ -1,4 +1,4 @@
-/* sm90_decode_plan.c - which tile, cut of K and rings a decode problem gets. Pure functions, no CUDA. See sm90_decode.h. */
+/* sm90_decode_plan.c - which tile, cut of K and rings a decode problem gets. Pure, no CUDA. See sm90_decode.h. */
 #include "sm90_decode.h"
 
 #include <stdio.h>
@@ -8,12 +8,14 @@ enum {
     MAX_CLUSTER = 8,
     NUM_SMS = 132, /* of the devices that were measured; fixed, because the bits depend on what follows from it */
     FEW_ROWS = 16 * BLOCK_M,
+    BLOCK_RESERVED = 1024, /* bytes of shared memory that a block takes besides its own */
 };
 
 /* The shipped kernels and their rings: slots of weights, how many of them may be under way, slots of activations, and
- * after how many spans the next kernel may start. Measured in chains of wo_a and wo_b of DeepSeek-V4 shards on an H200,
- * with cold weights. 48 to 64 KB of weights under way are enough for each SM, and more delay the activations. Where
- * blocks meet for the scales of their output, clusters of 4 fit only if two blocks share an SM: rings are short there. */
+ * after how many spans the next kernel may start. Measured in chains of wo_a and wo_b of DeepSeek-V4 shards on an
+ * H200, with cold weights. 48 to 64 KB of weights under way are enough for each SM, and more delay the activations.
+ * Where blocks meet for the scales of their output, clusters of 4 fit only if two blocks share an SM: rings are short
+ * there. */
 /* clang-format off */
 static const struct {
     int32_t from, rows, chains, split, meet, n;
@@ -88,8 +90,8 @@ int mx_sm90_decode_complete(struct mx_sm90_decode_plan *plan, const struct mx_sm
     plan->groups = (uint32_t)shape->num_groups;
     plan->block = (uint32_t)(128 * tiles * plan->chains + (e4m3 ? 64 : 32));
 
-    /* Shared memory: barriers, both rings (later the staged sums), parts from other blocks, scales, maxima. The tensor
-     * cores read whole tiles of 64 rows, the last one's missing rows from behind the ring. */
+    /* Shared memory: barriers, both rings (later the staged sums), parts from other blocks, scales, maxima. The
+     * tensor cores read whole tiles of 64 rows, the last one's missing rows from behind the ring. */
     parts_bytes = plan->split > 1 ? plan->n * row_bytes : 0;
     if (plan->n >= 32) { /* the own part stays in the staging area */
         parts_bytes = parts_bytes / plan->split * (plan->split - 1);
@@ -119,8 +121,8 @@ int mx_sm90_decode_complete(struct mx_sm90_decode_plan *plan, const struct mx_sm
     return MX_OK;
 }
 
-/* The cut of K and the rows of a tile. Bits depend on the cut alone, so it follows from the weights alone, whatever the
- * number of tokens, the form of the activations and that of the output; the rows do depend on the output. */
+/* The cut of K and the rows of a tile. Bits depend on the cut alone, so it follows from the weights alone, whatever
+ * the number of tokens, the form of the activations and that of the output; the rows do depend on the output. */
 static void choose_cut(struct mx_sm90_decode_plan *plan, const struct mx_sm90_decode_shape *shape) {
     const int64_t rows = shape->num_groups * shape->num_rows;
     const int64_t rows_per_sm = mx_ceil_div(mx_ceil_div(rows, NUM_SMS), 8) * 8;
@@ -144,6 +146,32 @@ static void choose_cut(struct mx_sm90_decode_plan *plan, const struct mx_sm90_de
     }
 }
 
+/* Shortens the plan's rings, the larger one first, until they fit. */
+static int fit_rings(struct mx_sm90_decode_plan *plan, const struct mx_sm90_decode_shape *shape, char *err,
+                     size_t n) {
+    const int64_t half = (shape->smem_bytes + BLOCK_RESERVED) / 2 - BLOCK_RESERVED;
+    for (;;) {
+        struct mx_sm90_decode_plan tried = *plan;
+        const int code = mx_sm90_decode_complete(&tried, shape, err, n);
+        /* Large clusters do not all find room at one block per SM */
+        const bool crowded = tried.cluster >= 4 && tried.cluster * tried.tiles * tried.groups > NUM_SMS / 2;
+        const bool fits = code == MX_OK && !(crowded && tried.smem_bytes > half);
+        const bool shorter_x = plan->from == MX_DECODE_FROM_E4M3 && plan->x_stages > plan->chains;
+        const bool shorter_w = plan->w_stages > plan->chains;
+        if (fits || (code == MX_OK && !shorter_x && !shorter_w)) {
+            *plan = tried;
+            return MX_OK;
+        }
+        if (shorter_x && (!shorter_w || plan->x_stages * plan->n >= plan->w_stages * plan->tile_rows)) {
+            plan->x_stages -= plan->chains;
+        } else if (shorter_w) {
+            plan->w_stages -= plan->chains;
+        } else {
+            return code;
+        }
+    }
+}
+
 int mx_sm90_decode_choose(struct mx_sm90_decode_plan *plan, const struct mx_sm90_decode_shape *shape, char *err,
                           size_t n) {
     int32_t padded = 8, rows, meet;
@@ -163,20 +191,7 @@ int mx_sm90_decode_choose(struct mx_sm90_decode_plan *plan, const struct mx_sm90
         plan->w_in_flight = kernels[i].w_in_flight;
         plan->x_stages = kernels[i].x_stages;
         plan->trigger_span = kernels[i].trigger_span;
-        for (;;) { /* shorter rings where shared memory is short */
-            struct mx_sm90_decode_plan tried = *plan;
-            if (mx_sm90_decode_complete(&tried, shape, err, n) == MX_OK) {
-                *plan = tried;
-                return MX_OK;
-            }
-            if (plan->from == MX_DECODE_FROM_E4M3 && plan->x_stages > plan->chains) {
-                plan->x_stages -= plan->chains;
-            } else if (plan->w_stages > plan->chains) {
-                plan->w_stages -= plan->chains;
-            } else {
-                return MX_UNSUPPORTED;
-            }
-        }
+        return fit_rings(plan, shape, err, n);
     }
     snprintf(err, n, "no decode kernel for %lld tokens, source %d, %d chains, split %d, %d rows",
              (long long)shape->num_tokens, plan->from, plan->chains, plan->split, plan->tile_rows);
@@ -184,7 +199,9 @@ int mx_sm90_decode_choose(struct mx_sm90_decode_plan *plan, const struct mx_sm90
 }
 
 struct mx_sm90_decode_route mx_sm90_decode_choose_route(int32_t wo_a_split, int64_t num_tokens) {
-    switch (wo_a_split) { /* measured up to 64 tokens */
+    /* From chains measured on an H200 with 1, 8, 32 and 64 tokens. Quantising inside saves launches and costs time per
+     * token; the crossing point between 1 and 8 tokens is interpolated. */
+    switch (wo_a_split) {
     case 1:
         return (struct mx_sm90_decode_route){false, num_tokens <= 2, false};
     case 2:

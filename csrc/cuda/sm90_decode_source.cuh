@@ -1,13 +1,12 @@
 /*
  * sm90_decode_source.cuh - BF16 activations to swizzled e4m3 tiles in shared memory, inside the decode kernels.
  *
- * The work is cut into tasks of one token x 256 columns: a warp's 32 lanes hold 8 columns each, one 16-byte load and one
- * 8-byte store.
+ * The work is cut into tasks of one token x 256 columns: a warp's 32 lanes hold 8 columns each, one 16-byte load and
+ * one 8-byte store.
  */
 #ifndef VLLM_MEGAATTN_SM90_DECODE_SOURCE_CUH
 #define VLLM_MEGAATTN_SM90_DECODE_SOURCE_CUH
 
-#include "../kernels.h"
 #include "sm90_decode.h"
 #include "sm90_quantize.cuh"
 
@@ -62,6 +61,24 @@ struct source_target {
     uint32_t scales; /* float [num_spans][N] */
     int first_span, num_spans, num_tokens, group;
 };
+
+/* Zeroes the rows and scales of the tokens past the last. It reads nothing, so it may run before the previous kernel
+ * is done. */
+template <int N, int WARPS> MX_DEVICE void source_clear_padding(const struct source_target &to) {
+    constexpr int UNITS = MX_DECODE_SPAN / 16; /* 16-byte stores per token and span */
+#pragma unroll 1
+    for (int i = threadIdx.x; i < to.num_spans * N * UNITS; i += WARPS * 32) {
+        if (i / (UNITS / 2) % N >= to.num_tokens) {
+            store_shared_v4_f32(to.tiles + i * 16, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
+        }
+    }
+#pragma unroll 1
+    for (int i = threadIdx.x; i < to.num_spans * N; i += WARPS * 32) {
+        if (i % N >= to.num_tokens) {
+            store_shared_f32(to.scales + i * 4, 0.0f);
+        }
+    }
+}
 
 /* Task -> span and token. */
 struct source_task {

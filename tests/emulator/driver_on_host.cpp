@@ -247,7 +247,8 @@ CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute,
         ((Function *)function)->max_dynamic_bytes = value;
         return CUDA_SUCCESS;
     }
-    if (attribute == CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED) {
+    if (attribute == CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED ||
+        (attribute == CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT && value >= -1 && value <= 100)) {
         return CUDA_SUCCESS;
     }
     return refuse(CUDA_ERROR_INVALID_VALUE, "function attribute %d = %d", (int)attribute, value);

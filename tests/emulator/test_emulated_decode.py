@@ -159,20 +159,18 @@ class Projection:
         return y
 
 
-# tokens, groups, rows of wo_a, heads of 128 -> launches fused, fused with BF16 z at hand, unfused
+# tokens, groups, rows of wo_a, heads of 128, hidden -> launches fused, fused with BF16 z at hand, unfused
 ROUTES = [
-    ((2, 1, 512, 16), (3, 2, 2)),  # wo_a's blocks share K by four: everything inside
-    ((5, 1, 512, 16), (3, 3, 4)),
-    ((2, 1, 1280, 4), (3, 3, 4)),  # by two
-    ((2, 9, 512, 4), (3, 3, 3)),  # not at all: wo_b quantises
-    ((3, 9, 512, 4), (3, 4, 4)),
+    ((2, 1, 512, 16, 4480), (3, 2, 2)),  # wo_a's blocks share K by four: everything inside
+    ((5, 1, 512, 16, 4480), (3, 3, 4)),
+    ((2, 1, 1280, 4, 256), (3, 3, 4)),  # by two: MXFP8 z
+    ((3, 9, 512, 4, 256), (3, 4, 4)),  # not at all: BF16 z wherever it can
 ]
 
 
 @pytest.mark.parametrize(("shape", "launches"), ROUTES)
 def test_all_routes_equal_the_steps(hopper, rng, shape, launches):
-    tokens, groups, rows, heads = shape
-    problem = Projection(rng, tokens, groups, rows, heads, 4480 if groups == 1 else 4256, order=tokens % 2)
+    problem = Projection(rng, *shape, order=shape[0] % 2)
     want = problem.run(hopper, steps=True)
     assert np.array_equal(problem.run(hopper, steps=True, fused=False), want)
     counts = []
@@ -187,7 +185,7 @@ def test_all_routes_equal_the_steps(hopper, rng, shape, launches):
 @pytest.mark.parametrize("order", [0, 1])
 def test_rope_inside(hopper, rng, order, cache):
     """All tokens of the widest tile, a position outside the cache, values that are not finite."""
-    problem = Projection(rng, 4, 1, 256, 16, 4480, order=order, cache=cache)
+    problem = Projection(rng, 4, 1, 512, 16, 4480, order=order, cache=cache)
     problem.positions[1] = 40
     problem.attn[2, 3, 7], problem.attn[3, 15, 127] = 0x7FC0, 0xFF80
     want = problem.run(hopper, steps=True)
