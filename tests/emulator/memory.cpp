@@ -17,6 +17,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <unordered_map>
 
 #include "memory.h"
 #include "runtime.h"
@@ -246,17 +247,36 @@ void set_parameters(const void *low, size_t bytes) { parameters = {(const char *
 
 /* ---- rows that nobody needs ------------------------------------------------------------------------------- */
 
-static std::vector<std::string> taints;
+namespace {
 
-uint32_t taint(const std::string &message) {
-    size_t i = 0;
-    while (i < taints.size() && taints[i] != message) {
-        i++;
+struct TaintedRow {
+    const char *instruction;
+    uint32_t row, offset;
+    const Block *block;
+};
+
+std::vector<TaintedRow> tainted_rows; /* of the running cluster, by number */
+std::unordered_map<uint64_t, uint32_t> row_numbers;
+
+} // namespace
+
+/* Number 0 is a load's; a cluster with more rows than numbers gives the last number to all further ones. */
+uint32_t taint_of_row(const char *instruction, const Block &block, uint32_t row, uint32_t offset) {
+    const uint64_t key = (uint64_t)row << 48 | (uint64_t)block.rank << 32 | offset;
+    const auto found = row_numbers.find(key);
+    if (found != row_numbers.end()) {
+        return TAINT | found->second;
     }
-    if (i == taints.size()) {
-        taints.push_back(message);
+    if (tainted_rows.size() < 0xFFFF) {
+        tainted_rows.push_back({instruction, row, offset, &block});
+        row_numbers[key] = (uint32_t)tainted_rows.size();
     }
-    return 0x7FFB0000u | (uint32_t)(i & 0xFFFF);
+    return TAINT | (uint32_t)tainted_rows.size();
+}
+
+void forget_taints() {
+    tainted_rows.clear();
+    row_numbers.clear();
 }
 
 Epoch writer_of(const Block &block, uint32_t offset) { return block.granules[offset / 16].writer[offset % 16]; }
@@ -277,9 +297,19 @@ void use_value(float value) {
     EMU_SITE();
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
-    if (is_taint(bits)) {
-        fail("uses a product of %s", taints[bits & 0xFFFF].c_str());
+    if (!is_taint(bits)) {
+        return;
     }
+    const uint32_t number = bits & 0xFFFF;
+    if (number == 0) {
+        fail("uses registers of a tcgen05.ld before its tcgen05.wait::ld");
+    }
+    if (number > tainted_rows.size()) {
+        fail("uses a NaN that an earlier cluster left behind: 0x%08X", bits);
+    }
+    const TaintedRow &from = tainted_rows[number - 1];
+    fail("uses a product of row %u of operand A of a %s, at %s%s, which is not part of what was copied there", from.row,
+         from.instruction, describe(*from.block, from.offset).c_str(), number == 0xFFFF ? " or elsewhere" : "");
 }
 
 /* ---- shared memory by address ---------------------------------------------------------------------------- */

@@ -274,6 +274,7 @@ std::string run_launch(const Launch &what) {
     try {
         for (uint64_t first = 0; first < num_blocks; first += what.cluster) {
             Cluster c;
+            forget_taints();
             begin_cluster(c, (uint32_t)first);
             run_cluster();
             end_cluster(c);

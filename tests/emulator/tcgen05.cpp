@@ -359,15 +359,11 @@ void check_operand(Block &block, const Matrix &m, const char *operand, uint32_t 
                                      chunk(block, chunk_address(m, r, 1), "tcgen05.mma").offset};
         taints[r] = 0;
         if (r > 0 && foreign_row(block, offsets, writer)) {
-            char text[160];
-            snprintf(text, sizeof text,
-                     "row %u of operand %s of a tcgen05.mma, at %s, which is not part of what was copied "
-                     "there",
-                     r, operand, describe(block, offsets[0]).c_str());
             if (*operand == 'B') { /* its number of rows, N, is the program's choice */
-                fail("tcgen05.mma: reads %s", text);
+                fail("tcgen05.mma: reads row %u of operand B, at %s, which is not part of what was copied there", r,
+                     describe(block, offsets[0]).c_str());
             }
-            taints[r] = taint(text);
+            taints[r] = taint_of_row("tcgen05.mma", block, r, offsets[0]);
             continue;
         }
         note_read(block, offsets[0], 16, view, as, true, "tcgen05.mma");
@@ -525,7 +521,6 @@ void tcgen05_commit(int group, uint32_t barrier, uint32_t ranks) {
 void tcgen05_load_32x32b(uint32_t *registers, uint32_t count, uint32_t address) {
     EMU_SITE();
     const char *what = "tcgen05.ld";
-    static const uint32_t NOT_YET = taint("registers of a tcgen05.ld before its tcgen05.wait::ld");
     Thread &t = *current_thread;
     Stream &s = stream_of(t);
     check_group(*t.block, t.block->tensor_memory->group, what);
@@ -544,7 +539,7 @@ void tcgen05_load_32x32b(uint32_t *registers, uint32_t count, uint32_t address) 
     s.started++;
     for (uint32_t i = 0; i < count; i++) {
         note_cell_read(*t.block, lane, column + i, view, {s.loads, s.started}, what);
-        registers[i] = NOT_YET;
+        registers[i] = TAINT_OF_LOAD;
     }
     s.pending.push_back({registers, lane, column, count});
     counters["tcgen05.ld"]++;

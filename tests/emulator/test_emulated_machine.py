@@ -74,7 +74,7 @@ SM100 = {
     "NO_PROXY_FENCE": r"tcgen05.cp reads .*, written by thread \d+ of block 0 with an ordinary store: .*fence.proxy.async",
     "NO_COMMIT_WAIT": r"race: tcgen05.ld reads tensor memory .*, written by tcgen05 operations of thread 0",
     "NO_FENCE_AFTER": r"race: tcgen05.ld reads tensor memory .*fence::after_thread_sync",
-    "REGISTERS_TOO_EARLY": r"uses a product of registers of a tcgen05.ld before its tcgen05.wait::ld",
+    "REGISTERS_TOO_EARLY": r"uses registers of a tcgen05.ld before its tcgen05.wait::ld",
     "NO_DEALLOC": r"block 0 ends with 64 columns of tensor memory allocated",
     "FOREIGN_LANES": r"tcgen05.ld: warp \d reaches lanes \d+ to \d+, the address names lane \d+",
     "SCALES_OVERWRITTEN": r"race: tcgen05.cp overwrites tensor memory .*, (read|written) by tcgen05 operations of thread 0",

@@ -117,14 +117,11 @@ void check_rows(Block &block, const Descriptor &d, const char *operand, uint32_t
         const uint32_t offsets[2] = {chunk_ref(block, d, first + r, 0).offset,
                                      chunk_ref(block, d, first + r, 1).offset};
         if (first + r > 0 && foreign_row(block, offsets, writer)) {
-            char text[160];
-            snprintf(text, sizeof text,
-                     "row %u of operand %s of a wgmma, at %s, which is not part of what was copied there", first + r,
-                     operand, describe(block, offsets[0]).c_str());
             if (*operand == 'B') { /* its number of rows, N, is the program's choice */
-                fail("wgmma.mma_async: reads %s", text);
+                fail("wgmma.mma_async: reads row %u of operand B, at %s, which is not part of what was copied there",
+                     first + r, describe(block, offsets[0]).c_str());
             }
-            taints[r] = taint(text);
+            taints[r] = taint_of_row("wgmma", block, first + r, offsets[0]);
             counters["wgmma.foreign_rows"]++;
             continue;
         }
