@@ -108,7 +108,7 @@ class BuildExt(build_ext):
         archs = os.environ.get("VLLM_MEGAATTN_ARCHS", "").replace(",", " ").split() or list(ARCHS)
         stanzas, rows, jobs = [], [], []
         for source in sorted(Path("csrc/cuda").glob("*.cu")):
-            # sm90_*.cu and sm100_*.cu are for one family of GPUs, other files for all of them.
+            # sm90_*.cu and sm100_*.cu are for one family of GPUs, other files (simt_*.cu) for all of them.
             family = re.match(r"sm(90|10)", source.stem)
             wanted = [arch for arch in archs if not family or arch.startswith(family[1])]
             if wanted:

@@ -12,13 +12,6 @@
 
 #define MAX_DECODE_TOKENS 64
 
-int mx_sm90_refuse(const struct mx_exec *exec, const char *text, long long value) {
-    if (exec->err != NULL && exec->err_bytes > 0) {
-        snprintf(exec->err, exec->err_bytes, "%s, got %lld", text, value);
-    }
-    return MX_UNSUPPORTED;
-}
-
 static bool is_blackwell(const struct mx_cuda_device *dev) { return dev->capability / 10 == 10; }
 
 static const struct mx_cuda_device *open_device(const struct mx_exec *exec) {
@@ -52,7 +45,7 @@ static int cuda_quantize(const struct mx_quantize *args, const struct mx_exec *e
         return MX_OK;
     }
     dev = open_device(exec);
-    return dev != NULL ? mx_sm90_quantize(dev, args, exec) : MX_FAILED;
+    return dev != NULL ? mx_simt_quantize(dev, args, exec) : MX_FAILED;
 }
 
 static int cuda_inv_rope(const struct mx_inv_rope *args, const struct mx_exec *exec) {
@@ -61,7 +54,7 @@ static int cuda_inv_rope(const struct mx_inv_rope *args, const struct mx_exec *e
         return MX_OK;
     }
     dev = open_device(exec);
-    return dev != NULL ? mx_sm90_inv_rope(dev, args, exec) : MX_FAILED;
+    return dev != NULL ? mx_simt_inv_rope(dev, args, exec) : MX_FAILED;
 }
 
 static int cuda_o_proj(const struct mx_o_proj *args, const struct mx_exec *exec) {

@@ -60,7 +60,7 @@ __attribute__((format(printf, 4, 5))) static int report(int code, char *err, siz
     return code;
 }
 
-/* "cuModuleLoadData: CUDA_ERROR_NO_BINARY_FOR_GPU (no kernel image is available ...), at: sm90_quantize" */
+/* "cuModuleLoadData: CUDA_ERROR_NO_BINARY_FOR_GPU (no kernel image is available ...), at: simt_quantize" */
 static int report_driver(CUresult result, const char *call, const char *doing, char *err, size_t n) {
     const char *name = "unknown error", *text = "no description";
     driver.cuGetErrorName(result, &name);
@@ -344,6 +344,13 @@ done:
         driver.cuCtxPopCurrent_v2(&current);
     }
     return code;
+}
+
+int mx_cuda_refuse(const struct mx_exec *exec, const char *text, long long value) {
+    if (exec->err != NULL && exec->err_bytes > 0) {
+        snprintf(exec->err, exec->err_bytes, "%s, got %lld", text, value);
+    }
+    return MX_UNSUPPORTED;
 }
 
 int mx_cuda_max_active_clusters(const struct mx_cuda_device *dev, const struct mx_cuda_launch *launch) {

@@ -10,7 +10,7 @@
  * function may be called from any thread. Nothing here touches a device before it is asked to.
  *
  *     const struct mx_cuda_device *dev = mx_cuda_device(exec->device_index, exec->err, exec->err_bytes);
- *     struct mx_cuda_launch launch = {.kernel = "mx_sm90_quantize", .grid = {132, 1, 1}, .block = 256, .params = params};
+ *     struct mx_cuda_launch launch = {.kernel = "mx_simt_quantize_1_32", .grid = {132, 1, 1}, .block = 256, ...};
  *     return dev == NULL ? MX_FAILED : mx_cuda_launch(dev, &launch, exec);
  *
  * Functions that return int return an mx_code; text goes to `err` (at most `n` bytes, one line).
@@ -84,6 +84,9 @@ struct mx_cuda_launch {
  * kernel of this package runs griddepcontrol.wait before it touches what an earlier kernel may have written. The
  * calling thread's current context is the same before and after. */
 int mx_cuda_launch(const struct mx_cuda_device *dev, const struct mx_cuda_launch *launch, const struct mx_exec *exec);
+
+/* Writes "<text>, got <value>" to exec->err and returns MX_UNSUPPORTED. */
+int mx_cuda_refuse(const struct mx_exec *exec, const char *text, long long value);
 
 /* How many clusters of this launch fit on the device at once; 0 if the driver cannot say. */
 int mx_cuda_max_active_clusters(const struct mx_cuda_device *dev, const struct mx_cuda_launch *launch);

@@ -156,13 +156,3 @@ bool mx_plan_gemm(const struct mx_gemm_problem *problem, int num_sms, int smem_b
     return find_quickest(&bf16, 0, num_sms, smem_bytes, plan) &&
            find_quickest(problem, plan->config->split, num_sms, smem_bytes, plan);
 }
-
-struct mx_stream_plan mx_plan_stream(int64_t num_rows, int64_t num_cols, int num_sms) {
-    /* A warp takes 256 columns at a time. Four at once need enough rows that all SMs still have 8 blocks. */
-    struct mx_stream_plan plan = {.unroll = 4, .block = 128};
-    if (num_rows * mx_ceil_div(num_cols, 4096) < 8 * (int64_t)num_sms) {
-        plan = (struct mx_stream_plan){.unroll = 1, .block = 256};
-    }
-    plan.pieces = (uint32_t)mx_ceil_div(num_cols, (int64_t)plan.block * 8 * plan.unroll);
-    return plan;
-}

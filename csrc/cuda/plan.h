@@ -85,15 +85,6 @@ bool mx_plan_gemm_with(const struct mx_gemm_problem *problem, const struct mx_ge
 /* The quickest of the shipped kernels by the table's times; false if none takes the problem. */
 bool mx_plan_gemm(const struct mx_gemm_problem *problem, int num_sms, int smem_bytes, struct mx_gemm_plan *plan);
 
-/* Grid of the kernels that move data: pieces of `unroll` x 256 columns per warp. */
-struct mx_stream_plan {
-    int32_t unroll; /* 1 for few tokens (more blocks), else 4 (more loads in flight) */
-    uint32_t block;
-    uint32_t pieces; /* blocks along the columns */
-};
-
-struct mx_stream_plan mx_plan_stream(int64_t num_rows, int64_t num_cols, int num_sms);
-
 #ifdef __cplusplus
 }
 #endif

@@ -30,7 +30,7 @@ int mx_sm100_matmul(const struct mx_matmul *args, const struct mx_exec *exec);
 int mx_sm100_matmul_planned(const struct mx_matmul *args, const struct mx_sm100_plan *plan,
                             const struct mx_exec *exec);
 
-/* The whole projection: inverse RoPE and quantiser as on Hopper (they use no tensor cores), products as above. */
+/* The whole projection: inverse RoPE and quantiser of simt.h, products as above. */
 int mx_sm100_o_proj(const struct mx_o_proj *args, const struct mx_exec *exec);
 
 enum mx_sm100_route_id {

@@ -7,7 +7,7 @@
 
 #include "cublaslt.h"
 #include "driver.h"
-#include "sm90.h"
+#include "simt.h"
 
 __attribute__((format(printf, 2, 3))) static int refuse(const struct mx_exec *exec, const char *format, ...) {
     va_list args;
@@ -258,13 +258,13 @@ int mx_sm100_o_proj(const struct mx_o_proj *args, const struct mx_exec *exec) {
         return MX_FAILED;
     }
     if (args->rope != NULL) {
-        code = mx_sm90_inv_rope(dev, args->rope, exec);
+        code = mx_simt_inv_rope(dev, args->rope, exec);
     }
     if (code == MX_OK) {
         code = mx_sm100_matmul(args->a, exec);
     }
     if (code == MX_OK && args->a->out_e4m3 == NULL) {
-        code = mx_sm90_quantize(dev, args->quantize, exec);
+        code = mx_simt_quantize(dev, args->quantize, exec);
     }
     return code == MX_OK ? mx_sm100_matmul(args->b, exec) : code;
 }

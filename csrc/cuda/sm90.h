@@ -7,6 +7,7 @@
 
 #include "driver.h"
 #include "plan.h"
+#include "simt.h"
 
 /* sm90_gemm.c: tiled matrix products, any number of tokens. */
 int mx_sm90_gemm(const struct mx_cuda_device *dev, const struct mx_matmul *args, const struct mx_exec *exec);
@@ -15,10 +16,6 @@ int mx_sm90_gemm(const struct mx_cuda_device *dev, const struct mx_matmul *args,
 int mx_sm90_gemm_planned(const struct mx_cuda_device *dev, const struct mx_matmul *args,
                          const struct mx_gemm_plan *plan, const struct mx_exec *exec);
 
-/* sm90_stream.c: kernels that move data once. */
-int mx_sm90_quantize(const struct mx_cuda_device *dev, const struct mx_quantize *args, const struct mx_exec *exec);
-int mx_sm90_inv_rope(const struct mx_cuda_device *dev, const struct mx_inv_rope *args, const struct mx_exec *exec);
-
 /* Kernels for few tokens (T <= 64). MX_UNSUPPORTED says that the problem is not theirs, the tiled kernels then take it;
  * weak, because a build may leave them out. */
 __attribute__((weak, visibility("hidden"))) int mx_sm90_decode_matmul(const struct mx_matmul *args,
@@ -26,7 +23,6 @@ __attribute__((weak, visibility("hidden"))) int mx_sm90_decode_matmul(const stru
 __attribute__((weak, visibility("hidden"))) int mx_sm90_decode_o_proj(const struct mx_o_proj *args,
                                                                       const struct mx_exec *exec);
 
-/* Writes "<text>, got <value>" to exec->err and returns MX_UNSUPPORTED. */
-int mx_sm90_refuse(const struct mx_exec *exec, const char *text, long long value);
+#define mx_sm90_refuse mx_cuda_refuse /* driver.h */
 
 #endif /* VLLM_MEGAATTN_CUDA_SM90_H */

@@ -5,8 +5,8 @@
 #ifndef VLLM_MEGAATTN_SM90_DECODE_EPILOGUE_CUH
 #define VLLM_MEGAATTN_SM90_DECODE_EPILOGUE_CUH
 
+#include "simt_quantize.cuh"
 #include "sm90_decode.cuh"
-#include "sm90_quantize.cuh"
 
 /* ---- sums over chains and blocks ------------------------------------------------------------------------- */
 

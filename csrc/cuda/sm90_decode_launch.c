@@ -321,13 +321,13 @@ int mx_sm90_decode_o_proj(const struct mx_o_proj *args, const struct mx_exec *ex
                         choose(&inside, &a, MX_DECODE_FROM_ATTENTION, dev, exec) == MX_OK;
     if (route.rope_inside) {
         a_plan = inside;
-    } else if (args->rope != NULL && (code = mx_sm90_inv_rope(dev, args->rope, exec)) != MX_OK) {
+    } else if (args->rope != NULL && (code = mx_simt_inv_rope(dev, args->rope, exec)) != MX_OK) {
         return code;
     }
 
     code = mx_sm90_decode_run(&a_plan, &a, route.rope_inside ? args->rope : NULL, NULL, exec);
     if (code == MX_OK && !route.mxfp8_z && !route.quantize_inside) {
-        code = mx_sm90_quantize(dev, args->quantize, exec);
+        code = mx_simt_quantize(dev, args->quantize, exec);
     }
     return code == MX_OK ? mx_sm90_decode_run(&b_plan, args->b, NULL, route.quantize_inside ? bf16_z : NULL, exec)
                          : code;

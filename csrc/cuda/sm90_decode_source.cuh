@@ -7,8 +7,8 @@
 #ifndef VLLM_MEGAATTN_SM90_DECODE_SOURCE_CUH
 #define VLLM_MEGAATTN_SM90_DECODE_SOURCE_CUH
 
+#include "simt_quantize.cuh"
 #include "sm90_decode.h"
-#include "sm90_quantize.cuh"
 
 /* Where a lane's 8 columns of a span come from: a head of the group, and the first of 8 values there. */
 struct source_column {

@@ -42,20 +42,20 @@ static int check_output(const struct mx_matmul *args, const struct mx_exec *exec
     const int64_t group_bytes = args->out_e4m3 != NULL ? 0 : 2 * args->out_stride_group;
     const uintptr_t address = args->out_e4m3 != NULL ? (uintptr_t)args->out_e4m3 : (uintptr_t)args->out_bf16;
     if (args->num_rows % 8 != 0) {
-        return mx_sm90_refuse(exec, "number of weight rows N must be a multiple of 8", args->num_rows);
+        return mx_cuda_refuse(exec, "number of weight rows N must be a multiple of 8", args->num_rows);
     }
     if (address % 16 != 0) {
-        return mx_sm90_refuse(exec, "output address must be a multiple of 16 bytes: remainder",
+        return mx_cuda_refuse(exec, "output address must be a multiple of 16 bytes: remainder",
                               (long long)(address % 16));
     }
     if (args->num_tokens > 1 && row_bytes % 16 != 0) {
-        return mx_sm90_refuse(exec, "output token stride must be a multiple of 16 bytes", row_bytes);
+        return mx_cuda_refuse(exec, "output token stride must be a multiple of 16 bytes", row_bytes);
     }
     if (args->num_groups > 1 && group_bytes % 16 != 0) {
-        return mx_sm90_refuse(exec, "output group stride must be a multiple of 16 bytes", group_bytes);
+        return mx_cuda_refuse(exec, "output group stride must be a multiple of 16 bytes", group_bytes);
     }
     if (args->out_e4m3 != NULL && (uintptr_t)args->out_scale % 4 != 0) {
-        return mx_sm90_refuse(exec, "output scale address must be a multiple of 4 bytes: remainder",
+        return mx_cuda_refuse(exec, "output scale address must be a multiple of 4 bytes: remainder",
                               (long long)((uintptr_t)args->out_scale % 4));
     }
     return MX_OK;
@@ -79,7 +79,7 @@ static int check_scale_extent(const char *text, const struct mx_scales *s, int64
     const int64_t last = s->layout == MX_SCALE_F8_128X4 ? mx_f8_128x4_offset(rows - 1, 0, s->num_col_tiles)
                                                         : (rows - 1) / s->block_rows * s->stride_row;
     const int64_t extent = (groups - 1) * s->stride_group + last;
-    return extent > UINT32_MAX ? mx_sm90_refuse(exec, text, extent) : MX_OK;
+    return extent > UINT32_MAX ? mx_cuda_refuse(exec, text, extent) : MX_OK;
 }
 
 /* The per-32 kernels read activations' scales, and packed or tiled weight scales, as 32-bit words. */
@@ -87,7 +87,7 @@ static int check_scale_words(const char *text, const struct mx_scales *s, const 
     const uintptr_t all =
         (uintptr_t)s->data | (uintptr_t)s->stride_group | (uintptr_t)s->stride_row | (uintptr_t)s->stride_col;
     if (s->layout != MX_SCALE_BLOCKS && all % 4 != 0) {
-        return mx_sm90_refuse(exec, text, (long long)(all % 4));
+        return mx_cuda_refuse(exec, text, (long long)(all % 4));
     }
     return MX_OK;
 }
@@ -132,7 +132,7 @@ int mx_sm90_gemm(const struct mx_cuda_device *dev, const struct mx_matmul *args,
     struct mx_gemm_plan plan;
     int code;
     if (args->num_tokens > INT32_MAX - 256) {
-        return mx_sm90_refuse(exec, "number of tokens must be below 2^31 - 256", args->num_tokens);
+        return mx_cuda_refuse(exec, "number of tokens must be below 2^31 - 256", args->num_tokens);
     }
     if ((code = check_output(args, exec)) != MX_OK ||
         (code = check_scale_words("activation scales must be aligned to 4 bytes: remainder", &args->x_scale, exec)) !=
@@ -149,7 +149,7 @@ int mx_sm90_gemm(const struct mx_cuda_device *dev, const struct mx_matmul *args,
         return code;
     }
     if (!mx_plan_gemm(&problem, dev->num_sms, dev->smem_bytes, &plan)) {
-        return mx_sm90_refuse(exec, "no kernel fits this problem: K", args->k);
+        return mx_cuda_refuse(exec, "no kernel fits this problem: K", args->k);
     }
     return mx_sm90_gemm_planned(dev, args, &plan, exec);
 }

@@ -8,8 +8,8 @@
 #ifndef VLLM_MEGAATTN_SM90_GEMM_CUH
 #define VLLM_MEGAATTN_SM90_GEMM_CUH
 
+#include "simt_quantize.cuh"
 #include "sm90_params.h"
-#include "sm90_quantize.cuh"
 #include "wgmma_sm90.cuh"
 
 #define BLOCK_K 128 /* bytes of K per stage: one row of the 128-byte swizzle */

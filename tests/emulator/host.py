@@ -193,7 +193,8 @@ class Emulator:
         if kernels is None:
             sources = build.kernel_sources(arch)
             with ThreadPoolExecutor(2) as pool:  # the compiler's processes
-                kernels = list(zip([s.stem for s in sources], pool.map(build.kernel_library, sources), strict=True))
+                built = pool.map(lambda source: build.kernel_library(source, arch=arch), sources)
+                kernels = list(zip([s.stem for s in sources], built, strict=True))
         self.runtime = ctypes.CDLL(str(build.runtime()))
         self.host = ctypes.CDLL(str(build.host_library(kernels)))
         self.runtime.emu_last_error.restype = ctypes.c_char_p

@@ -194,6 +194,7 @@ def kernel_table(text: str) -> list[tuple[str, str, str]]:
 
 
 def arch_of(source: Path) -> int:
+    """The architecture of a source that is for one only; those for all (simt_*.cu) count as Hopper's."""
     return 100 if "sm100" in source.stem else 90
 
 
@@ -236,14 +237,15 @@ def stand_in_includes(arch: int) -> list[object]:
     return parts
 
 
-def preprocess(source: Path, text: str | None = None) -> str:
+def preprocess(source: Path, text: str | None = None, arch: int | None = None) -> str:
     """The source with all its headers, CUDA's keywords as marks. `text` replaces the file's own content."""
-    command = ["g++", "-std=c++17", "-E", "-x", "c++", f"-D__CUDA_ARCH__={arch_of(source) * 10}", f"-I{HERE}"]
+    arch = arch or arch_of(source)
+    command = ["g++", "-std=c++17", "-E", "-x", "c++", f"-D__CUDA_ARCH__={arch * 10}", f"-I{HERE}"]
     command += [
         f"-I{CSRC}",
         f"-iquote{source.parent}",
         f"-isystem{cuda_include()}",
-        *stand_in_includes(arch_of(source)),
+        *stand_in_includes(arch),
     ]
     command += [f"-iquote{CSRC / 'cuda'}"]
     if text is None:
@@ -254,9 +256,10 @@ def preprocess(source: Path, text: str | None = None) -> str:
         return run([*command, file.name])
 
 
-def kernel_library(source: Path, text: str | None = None) -> Path:
-    """Compiles one .cu file (or a changed `text` of it)."""
-    original = preprocess(source, text)
+def kernel_library(source: Path, text: str | None = None, arch: int | None = None) -> Path:
+    """Compiles one .cu file (or a changed `text` of it); `arch` for a source that is for all architectures."""
+    arch = arch or arch_of(source)
+    original = preprocess(source, text, arch)
     table = kernel_table(original)
     if not table:
         raise BuildError(f"{source}: no kernels found")
@@ -270,7 +273,7 @@ def kernel_library(source: Path, text: str | None = None) -> Path:
         facts = f"{entry}::emu_call, {entry}::count, {entry}::bytes, emu_bound({bounds})"
         rows += f'    {{"{name}", {facts}, "{maps}", emu_window}},\n'
     body = MARKS.sub("", stripped) + EPILOGUE.format(
-        labels="".join(sorted(labels)), rows=rows, count=len(table), arch=arch_of(source)
+        labels="".join(sorted(labels)), rows=rows, count=len(table), arch=arch
     )
     library = runtime()
 
@@ -289,8 +292,9 @@ def kernel_library(source: Path, text: str | None = None) -> Path:
 
 
 def kernel_sources(arch: int | None = None) -> list[Path]:
-    found = sorted((CSRC / "cuda").glob("sm*.cu"))
-    return [s for s in found if arch is None or arch_of(s) == arch]
+    """The kernels of an architecture (None: of all), those that are for every one included."""
+    found = sorted((CSRC / "cuda").glob("*.cu"))
+    return [s for s in found if arch is None or arch_of(s) == arch or s.stem.startswith("simt_")]
 
 
 # ---- host code -------------------------------------------------------------------------------------------------

@@ -308,8 +308,9 @@ void use_value(float value) {
         fail("uses a NaN that an earlier cluster left behind: 0x%08X", bits);
     }
     const TaintedRow &from = tainted_rows[number - 1];
-    fail("uses a product of row %u of operand A of a %s, at %s%s, which is not part of what was copied there", from.row,
-         from.instruction, describe(*from.block, from.offset).c_str(), number == 0xFFFF ? " or elsewhere" : "");
+    fail("uses a product of row %u of operand A of a %s, at %s%s, which is not part of what was copied there",
+         from.row, from.instruction, describe(*from.block, from.offset).c_str(),
+         number == 0xFFFF ? " or elsewhere" : "");
 }
 
 /* ---- shared memory by address ---------------------------------------------------------------------------- */

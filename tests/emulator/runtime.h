@@ -302,7 +302,7 @@ void set_parameters(const void *low, size_t bytes); /* the running launch's para
 bool foreign_row(const Block &block, const uint32_t (&offsets)[2], Epoch first);
 Epoch writer_of(const Block &block, uint32_t offset);
 uint32_t taint_of_row(const char *instruction, const Block &block, uint32_t row, uint32_t offset);
-void forget_taints(); /* before each cluster */
+void forget_taints();                                          /* before each cluster */
 constexpr uint32_t TAINT = 0x7FFB0000u, TAINT_OF_LOAD = TAINT; /* registers of a tcgen05.ld under way */
 inline bool is_taint(uint32_t bits) { return (bits & 0x7FFF0000u) == TAINT; }
 

@@ -1,8 +1,27 @@
-/* sm90_stream.c - launches of the kernels that move data once: sm90_quantize.cu and sm90_inv_rope.cu. */
-#include "plan.h"
-#include "sm90.h"
+/* simt_launch.c - see simt.h: launches of the kernels that move data once: simt_quantize.cu and simt_inv_rope.cu. */
+#include "simt.h"
 
+#include <stdbool.h>
 #include <stdio.h>
+
+#include "simt_params.h"
+
+/* Grid of a kernel: pieces of `unroll` x 256 columns per warp. */
+struct stream_plan {
+    int32_t unroll; /* 1 for few tokens (more blocks), else 4 (more loads in flight) */
+    uint32_t block;
+    uint32_t pieces; /* blocks along the columns */
+};
+
+static struct stream_plan plan_stream(int64_t num_rows, int64_t num_cols, int num_sms) {
+    /* A warp takes 256 columns at a time. Four at once need enough rows that all SMs still have 8 blocks. */
+    struct stream_plan plan = {.unroll = 4, .block = 128};
+    if (num_rows * mx_ceil_div(num_cols, 4096) < 8 * (int64_t)num_sms) {
+        plan = (struct stream_plan){.unroll = 1, .block = 256};
+    }
+    plan.pieces = (uint32_t)mx_ceil_div(num_cols, (int64_t)plan.block * 8 * plan.unroll);
+    return plan;
+}
 
 /* For x < 2^32 / divisor: x / divisor = (x * reciprocal) >> 32. A divisor of 1 does not fit, 0 stands for it. */
 static uint32_t reciprocal(int64_t divisor) {
@@ -12,22 +31,22 @@ static uint32_t reciprocal(int64_t divisor) {
 /* Blocks are numbered in 32 bits, and the kernels divide that number by `per_token`. */
 static int check_grid(const struct mx_exec *exec, int64_t num_tokens, int64_t per_token) {
     return num_tokens * per_token > INT32_MAX || num_tokens * per_token * per_token > UINT32_MAX
-               ? mx_sm90_refuse(exec, "too many tokens for this many columns", num_tokens)
+               ? mx_cuda_refuse(exec, "too many tokens for this many columns", num_tokens)
                : MX_OK;
 }
 
 static int refuse_misaligned(const struct mx_exec *exec, const char *text, const void *data, int64_t strides,
                              int align) {
     const uintptr_t all = (uintptr_t)data | (uintptr_t)strides;
-    return all % align != 0 ? mx_sm90_refuse(exec, text, (long long)(all % align)) : MX_OK;
+    return all % align != 0 ? mx_cuda_refuse(exec, text, (long long)(all % align)) : MX_OK;
 }
 
-int mx_sm90_quantize(const struct mx_cuda_device *dev, const struct mx_quantize *args, const struct mx_exec *exec) {
+int mx_simt_quantize(const struct mx_cuda_device *dev, const struct mx_quantize *args, const struct mx_exec *exec) {
     const int64_t padded_tokens = mx_ceil_div(args->num_tokens, MX_TILE_ROWS) * MX_TILE_ROWS;
-    const struct mx_stream_plan plan = mx_plan_stream(padded_tokens, args->num_cols, dev->num_sms);
+    const struct stream_plan plan = plan_stream(padded_tokens, args->num_cols, dev->num_sms);
     const int64_t many_tokens = args->num_tokens > 1, many_groups = args->num_groups > 1;
     char kernel[64];
-    struct mx_sm90_quantize_params params = {
+    struct mx_simt_quantize_params params = {
         .num_pieces = (int32_t)plan.pieces,
         .pieces_reciprocal = reciprocal(plan.pieces),
         .z = (const uint8_t *)args->z,
@@ -54,10 +73,10 @@ int mx_sm90_quantize(const struct mx_cuda_device *dev, const struct mx_quantize 
         return code;
     }
     if (args->num_groups > 1 && args->num_cols * params.cols_per_group > UINT32_MAX) {
-        return mx_sm90_refuse(exec, "number of columns is too large for several groups", args->num_cols);
+        return mx_cuda_refuse(exec, "number of columns is too large for several groups", args->num_cols);
     }
     if (args->num_cols > 1 << 20) {
-        return mx_sm90_refuse(exec, "number of columns must be at most 2^20", args->num_cols);
+        return mx_cuda_refuse(exec, "number of columns must be at most 2^20", args->num_cols);
     }
     if ((code = refuse_misaligned(exec, "z: address and strides must be multiples of 16 bytes: remainder", args->z,
                                   params.z_stride_token | params.z_stride_group, 16)) != MX_OK ||
@@ -67,19 +86,19 @@ int mx_sm90_quantize(const struct mx_cuda_device *dev, const struct mx_quantize 
                                   4)) != MX_OK) {
         return code;
     }
-    snprintf(kernel, sizeof kernel, "mx_sm90_quantize_%d_%d", plan.unroll, (int)args->scale_span);
+    snprintf(kernel, sizeof kernel, "mx_simt_quantize_%d_%d", plan.unroll, (int)args->scale_span);
     return mx_cuda_launch(dev, &launch, exec);
 }
 
-int mx_sm90_inv_rope(const struct mx_cuda_device *dev, const struct mx_inv_rope *args, const struct mx_exec *exec) {
+int mx_simt_inv_rope(const struct mx_cuda_device *dev, const struct mx_inv_rope *args, const struct mx_exec *exec) {
     const int64_t k = args->heads_per_group * args->head_dim;
-    const struct mx_stream_plan plan = mx_plan_stream(args->num_tokens * args->num_groups, k, dev->num_sms);
+    const struct stream_plan plan = plan_stream(args->num_tokens * args->num_groups, k, dev->num_sms);
     const int64_t many_tokens = args->num_tokens > 1, many_groups = args->num_groups > 1;
     const int64_t divisor = args->order == MX_ORDER_STANDARD ? args->head_dim : args->heads_per_group;
     const bool same_d =
         args->order == MX_ORDER_STANDARD && 1024 % args->head_dim == 0; /* a block steps by 1024 columns */
     char kernel[64];
-    struct mx_sm90_inv_rope_params params = {
+    struct mx_simt_inv_rope_params params = {
         .num_pieces = (int32_t)plan.pieces,
         .num_groups = (int32_t)args->num_groups,
         .blocks_reciprocal = reciprocal((int64_t)plan.pieces * args->num_groups),
@@ -120,10 +139,10 @@ int mx_sm90_inv_rope(const struct mx_cuda_device *dev, const struct mx_inv_rope 
         return code;
     }
     if (k * divisor > UINT32_MAX) {
-        return mx_sm90_refuse(exec, "columns per group are too many for heads of this size", k);
+        return mx_cuda_refuse(exec, "columns per group are too many for heads of this size", k);
     }
     if (k > 1 << 20) {
-        return mx_sm90_refuse(exec, "columns per group must be at most 2^20", k);
+        return mx_cuda_refuse(exec, "columns per group must be at most 2^20", k);
     }
     if ((code = refuse_misaligned(exec, "attn: address and strides must be multiples of 16 bytes: remainder",
                                   args->attn, params.attn_stride_token | params.attn_stride_head, 16)) != MX_OK ||
@@ -134,7 +153,7 @@ int mx_sm90_inv_rope(const struct mx_cuda_device *dev, const struct mx_inv_rope 
             MX_OK) {
         return code;
     }
-    snprintf(kernel, sizeof kernel, "mx_sm90_inv_rope_%d%s_%d", plan.unroll,
+    snprintf(kernel, sizeof kernel, "mx_simt_inv_rope_%d%s_%d", plan.unroll,
              plan.unroll > 1 && same_d ? "_same_d" : "", (int)args->scale_span);
     return mx_cuda_launch(dev, &launch, exec);
 }

@@ -1,13 +1,13 @@
 /*
- * sm90_inv_rope.cu - inverse rotary embedding of the attention output and its quantisation, at the speed of a copy.
+ * simt_inv_rope.cu - inverse rotary embedding of the attention output and its quantisation, at the speed of a copy.
  *
  * A warp takes 256 of a group's K columns at a time, 8 consecutive ones per lane: one 16-byte load, one 8-byte store.
  * Whatever the order of the columns, 8 that start at a multiple of 8 come from one head and are consecutive there.
  * Blocks go through the pieces of a group, the groups of a token, then the tokens, as memory does.
  */
 #include "../kernels.h"
-#include "sm90_params.h"
-#include "sm90_quantize.cuh"
+#include "simt_params.h"
+#include "simt_quantize.cuh"
 
 /* Where the lane's 8 columns of x come from. */
 struct head_column {
@@ -15,7 +15,7 @@ struct head_column {
     int d;    /* first of the 8 values */
 };
 
-MX_DEVICE struct head_column locate(const struct mx_sm90_inv_rope_params &p, int col) {
+MX_DEVICE struct head_column locate(const struct mx_simt_inv_rope_params &p, int col) {
     struct head_column at;
     if (p.order == MX_ORDER_STANDARD) { /* col = head * D + d */
         at.head = (int)divide(col, p.divisor_reciprocal);
@@ -34,7 +34,7 @@ struct rotation {
     float cos[4], sin[4];
 };
 
-MX_DEVICE void load_rotation(const struct mx_sm90_inv_rope_params &p, struct rotation &r, int d, int64_t position) {
+MX_DEVICE void load_rotation(const struct mx_simt_inv_rope_params &p, struct rotation &r, int d, int64_t position) {
     const float *row = p.cos_sin + position * p.cos_sin_stride;
     const int first = (d - (p.head_dim - p.rope_dim)) / 2; /* pair; negative: not rotated */
     const bool halves = p.cache == MX_ROPE_HALVES;
@@ -52,7 +52,7 @@ MX_DEVICE uint32_t rotate_pair(uint32_t pair, float cos, float sin) {
     return pack_bf16(__fmaf_rn(odd, sin, __fmul_rn(even, cos)), __fmaf_rn(-even, sin, __fmul_rn(odd, cos)));
 }
 
-MX_DEVICE uint4 rotate_8(const struct mx_sm90_inv_rope_params &p, uint4 v, int d, const struct rotation &r) {
+MX_DEVICE uint4 rotate_8(const struct mx_simt_inv_rope_params &p, uint4 v, int d, const struct rotation &r) {
     const int first = d - (p.head_dim - p.rope_dim);
     v.x = first >= 0 ? rotate_pair(v.x, r.cos[0], r.sin[0]) : v.x;
     v.y = first >= -2 ? rotate_pair(v.y, r.cos[1], r.sin[1]) : v.y;
@@ -64,7 +64,7 @@ MX_DEVICE uint4 rotate_8(const struct mx_sm90_inv_rope_params &p, uint4 v, int d
 /* Handles UNROLL pieces of 256 columns per warp, all loads before the first use. SAME_D: the pieces lie whole heads
  * apart in standard order, so all of them rotate by the same angles. */
 template <int UNROLL, int WARPS, bool SAME_D, int SPAN>
-MX_DEVICE void inv_rope_token(const struct mx_sm90_inv_rope_params &p) {
+MX_DEVICE void inv_rope_token(const struct mx_simt_inv_rope_params &p) {
     constexpr int STEP = WARPS * MX_COLS_PER_WARP;
     const uint32_t row = divide(blockIdx.x, p.blocks_reciprocal);
     const uint32_t in_row = blockIdx.x - row * (p.num_pieces * p.num_groups);
@@ -128,20 +128,20 @@ MX_DEVICE void inv_rope_token(const struct mx_sm90_inv_rope_params &p) {
 }
 
 #define MX_INV_ROPE_KERNEL(NAME, UNROLL, WARPS, SAME_D, SPAN)                                                        \
-    extern "C" __global__ void __launch_bounds__(32 * WARPS) NAME(const struct mx_sm90_inv_rope_params p) {          \
+    extern "C" __global__ void __launch_bounds__(32 * WARPS) NAME(const struct mx_simt_inv_rope_params p) {          \
         inv_rope_token<UNROLL, WARPS, SAME_D, SPAN>(p);                                                              \
     }
 
-/* The shipped forms; sm90_stream.c names them. Few tokens: more blocks, each with one piece a warp. */
+/* The shipped forms; simt_launch.c names them. Few tokens: more blocks, each with one piece a warp. */
 /* clang-format off */
 /*                 name                            unroll  warps  same d  span */
-MX_INV_ROPE_KERNEL(mx_sm90_inv_rope_1_32,          1,      8,     false,  32)
-MX_INV_ROPE_KERNEL(mx_sm90_inv_rope_1_128,         1,      8,     false,  128)
-MX_INV_ROPE_KERNEL(mx_sm90_inv_rope_1_256,         1,      8,     false,  256)
-MX_INV_ROPE_KERNEL(mx_sm90_inv_rope_4_32,          4,      4,     false,  32)
-MX_INV_ROPE_KERNEL(mx_sm90_inv_rope_4_128,         4,      4,     false,  128)
-MX_INV_ROPE_KERNEL(mx_sm90_inv_rope_4_256,         4,      4,     false,  256)
-MX_INV_ROPE_KERNEL(mx_sm90_inv_rope_4_same_d_32,   4,      4,     true,   32)
-MX_INV_ROPE_KERNEL(mx_sm90_inv_rope_4_same_d_128,  4,      4,     true,   128)
-MX_INV_ROPE_KERNEL(mx_sm90_inv_rope_4_same_d_256,  4,      4,     true,   256)
+MX_INV_ROPE_KERNEL(mx_simt_inv_rope_1_32,          1,      8,     false,  32)
+MX_INV_ROPE_KERNEL(mx_simt_inv_rope_1_128,         1,      8,     false,  128)
+MX_INV_ROPE_KERNEL(mx_simt_inv_rope_1_256,         1,      8,     false,  256)
+MX_INV_ROPE_KERNEL(mx_simt_inv_rope_4_32,          4,      4,     false,  32)
+MX_INV_ROPE_KERNEL(mx_simt_inv_rope_4_128,         4,      4,     false,  128)
+MX_INV_ROPE_KERNEL(mx_simt_inv_rope_4_256,         4,      4,     false,  256)
+MX_INV_ROPE_KERNEL(mx_simt_inv_rope_4_same_d_32,   4,      4,     true,   32)
+MX_INV_ROPE_KERNEL(mx_simt_inv_rope_4_same_d_128,  4,      4,     true,   128)
+MX_INV_ROPE_KERNEL(mx_simt_inv_rope_4_same_d_256,  4,      4,     true,   256)
 /* clang-format on */

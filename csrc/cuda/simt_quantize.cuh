@@ -1,12 +1,12 @@
 /*
- * sm90_quantize.cuh - BF16 to MXFP8 inside a warp: the rules of mxfp8.h on packed registers.
+ * simt_quantize.cuh - BF16 to MXFP8 inside a warp: the rules of mxfp8.h on packed registers.
  *
  * A lane holds 8 consecutive columns as four BF16 pairs, a warp therefore 256 columns. The largest magnitude is taken
  * on the BF16 bits as integers, which orders NaN above Inf above every finite number; so a poisoned block shows itself
  * in the maximum and needs no test of its own.
  */
-#ifndef VLLM_MEGAATTN_SM90_QUANTIZE_CUH
-#define VLLM_MEGAATTN_SM90_QUANTIZE_CUH
+#ifndef VLLM_MEGAATTN_SIMT_QUANTIZE_CUH
+#define VLLM_MEGAATTN_SIMT_QUANTIZE_CUH
 
 #include "../mxfp8.h"
 #include "ptx_sm90.cuh"
@@ -80,4 +80,4 @@ template <int SPAN> MX_DEVICE uint2 quantize_8(uint4 v, uint32_t *word) {
     return make_uint2(quantize_4(v.x, v.y, multiplier), quantize_4(v.z, v.w, multiplier));
 }
 
-#endif /* VLLM_MEGAATTN_SM90_QUANTIZE_CUH */
+#endif /* VLLM_MEGAATTN_SIMT_QUANTIZE_CUH */

@@ -1,14 +1,14 @@
 /*
- * sm90_quantize.cu - BF16 [T, C] to MXFP8 with F8_128x4 scales, at the speed of a copy.
+ * simt_quantize.cu - BF16 [T, C] to MXFP8 with F8_128x4 scales, at the speed of a copy.
  *
  * A warp takes 256 columns of one token at a time, a block a piece of a token; pieces of a token, then tokens, of the
  * padded range: rows T .. ceil128(T) - 1 get scale bytes 0x00 and nothing else.
  */
-#include "sm90_params.h"
-#include "sm90_quantize.cuh"
+#include "simt_params.h"
+#include "simt_quantize.cuh"
 
 /* Quantises UNROLL pieces of 256 columns per warp, all loads before the first use. */
-template <int UNROLL, int WARPS, int SPAN> MX_DEVICE void quantize_token(const struct mx_sm90_quantize_params &p) {
+template <int UNROLL, int WARPS, int SPAN> MX_DEVICE void quantize_token(const struct mx_simt_quantize_params &p) {
     constexpr int STEP = WARPS * MX_COLS_PER_WARP;
     const uint32_t row = divide(blockIdx.x, p.pieces_reciprocal), piece = blockIdx.x - row * p.num_pieces;
     const int first_col = piece * UNROLL * STEP + threadIdx.x * MX_COLS_PER_LANE;
@@ -48,17 +48,17 @@ template <int UNROLL, int WARPS, int SPAN> MX_DEVICE void quantize_token(const s
 }
 
 #define MX_QUANTIZE_KERNEL(NAME, UNROLL, WARPS, SPAN)                                                                \
-    extern "C" __global__ void __launch_bounds__(32 * WARPS) NAME(const struct mx_sm90_quantize_params p) {          \
+    extern "C" __global__ void __launch_bounds__(32 * WARPS) NAME(const struct mx_simt_quantize_params p) {          \
         quantize_token<UNROLL, WARPS, SPAN>(p);                                                                      \
     }
 
-/* The shipped forms; sm90_stream.c names them. Few tokens: more blocks, each with one piece a warp. */
+/* The shipped forms; simt_launch.c names them. Few tokens: more blocks, each with one piece a warp. */
 /* clang-format off */
 /*                 name                     unroll  warps  span */
-MX_QUANTIZE_KERNEL(mx_sm90_quantize_1_32,   1,      8,     32)
-MX_QUANTIZE_KERNEL(mx_sm90_quantize_1_128,  1,      8,     128)
-MX_QUANTIZE_KERNEL(mx_sm90_quantize_1_256,  1,      8,     256)
-MX_QUANTIZE_KERNEL(mx_sm90_quantize_4_32,   4,      4,     32)
-MX_QUANTIZE_KERNEL(mx_sm90_quantize_4_128,  4,      4,     128)
-MX_QUANTIZE_KERNEL(mx_sm90_quantize_4_256,  4,      4,     256)
+MX_QUANTIZE_KERNEL(mx_simt_quantize_1_32,   1,      8,     32)
+MX_QUANTIZE_KERNEL(mx_simt_quantize_1_128,  1,      8,     128)
+MX_QUANTIZE_KERNEL(mx_simt_quantize_1_256,  1,      8,     256)
+MX_QUANTIZE_KERNEL(mx_simt_quantize_4_32,   4,      4,     32)
+MX_QUANTIZE_KERNEL(mx_simt_quantize_4_128,  4,      4,     128)
+MX_QUANTIZE_KERNEL(mx_simt_quantize_4_256,  4,      4,     256)
 /* clang-format on */
