@@ -41,6 +41,7 @@ enum mx_flag {
     MX_FLAG_NO_PAIRS = 4,        /* Blackwell: one block per product, never the two of a pair */
     MX_FLAG_WO_B_OWN = 8,        /* Blackwell: wo_b by the package's own kernel, never by cuBLASLt */
     MX_FLAG_WO_B_CUBLASLT = 16,  /* Blackwell: wo_b by cuBLASLt, or MX_UNSUPPORTED; neither flag: see cuda/sm100.h */
+    MX_FLAG_NO_DECODE = 32,      /* Hopper: the tiled kernels for any number of tokens */
 };
 
 /* Where and how to run; owned by the caller. */

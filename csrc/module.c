@@ -10,6 +10,7 @@
 #include "cpu/cpu_features.h"
 #include "op.h"
 #ifdef MX_WITH_CUDA
+#include "cuda/cublaslt.h"
 #include "cuda/driver.h"
 #endif
 
@@ -105,11 +106,27 @@ static PyObject *cuda_prepare(PyObject *self, PyObject *index) {
     Py_RETURN_NONE;
 }
 
+static PyObject *cublaslt_status(PyObject *self, PyObject *unused) {
+    char text[256] = "this build has no CUDA kernels";
+    int usable = 0;
+    (void)self;
+    (void)unused;
+#ifdef MX_WITH_CUDA
+    long version = 0;
+    usable = mx_cublaslt_status(&version, text, sizeof text) == MX_OK;
+    if (usable) {
+        PyOS_snprintf(text, sizeof text, "cuBLASLt %ld", version);
+    }
+#endif
+    return Py_BuildValue("(Ns)", PyBool_FromLong(usable), text);
+}
+
 static PyMethodDef methods[] = {
     {"build_info", build_info, METH_NOARGS, "Versions and embedded kernel images of this build, as a dict."},
     {"cpu_info", cpu_info, METH_NOARGS, "CPU variant in use and the features found, as a dict."},
     {"cuda_status", cuda_status, METH_O, "(usable, reason) of a CUDA device index; loads nothing."},
     {"cuda_prepare", cuda_prepare, METH_O, "Loads the kernels for a CUDA device index; RuntimeError says why not."},
+    {"cublaslt_status", cublaslt_status, METH_NOARGS, "(usable, version or reason) of cuBLASLt; opens the library."},
     {"take_error_kind", take_error_kind, METH_NOARGS,
      "Kind of the last error an op raised on this thread (1 value, 2 type, 3 runtime), then forgets it."},
     {"set_flags", set_flags, METH_O, "Sets the process-wide switches (enum mx_flag in kernels.h)."},

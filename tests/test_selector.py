@@ -15,13 +15,26 @@ from vllm_megaattn import _C, ops, selector
 def fresh(monkeypatch):
     """No forced path from outside, and no answers remembered from or for other tests."""
     monkeypatch.delenv(selector.ENV_PATH, raising=False)
+    monkeypatch.delenv(selector.ENV_WO_B, raising=False)
     monkeypatch.setattr(selector, "_cache", {})
+    monkeypatch.setattr(selector, "_routes", {})
+    monkeypatch.setattr(selector, "_disabled_routes", {})
     monkeypatch.setattr(selector, "_cuda_keys", {})
 
 
 @pytest.fixture
 def hopper_build(monkeypatch):
     monkeypatch.setattr(_C, "build_info", lambda: {"images": ["sm90_gemm"], "cuda": "13.0"})
+
+
+@pytest.fixture
+def blackwell_build(monkeypatch):
+    monkeypatch.setattr(_C, "build_info", lambda: {"images": ["simt_quantize", "sm100_gemm"], "cuda": "13.0"})
+    flags = [0]
+    monkeypatch.setattr(_C, "get_flags", lambda: flags[0])
+    monkeypatch.setattr(_C, "set_flags", lambda value: flags.__setitem__(0, value))
+    monkeypatch.setattr(_C, "cublaslt_status", lambda: (True, "cuBLASLt 130100"))
+    return flags
 
 
 @pytest.fixture
@@ -51,9 +64,6 @@ def test_hopper_takes_the_fused_path():
         ("sm80", "Ampere"),
         ("sm86", "Ampere"),
         ("sm89", "Ada"),
-        ("sm100", "Blackwell"),
-        ("sm103", "Blackwell"),
-        ("sm120", "SM12x"),
         ("sm70", "unknown device 'sm70'"),
         ("sm110", "unknown device 'sm110'"),
         ("rocm", "unknown device 'rocm'"),
@@ -62,10 +72,55 @@ def test_hopper_takes_the_fused_path():
 )
 def test_devices_without_a_kernel_are_refused(key, word):  # B42, B45, B47
     for requested in selector.PATHS:
-        with pytest.raises(ValueError, match=rf"o_proj: path='{requested}' refused on {key}: .*{word}.*cpu, sm90"):
+        with pytest.raises(
+            ValueError, match=rf"path='{requested}' refused on {key}: .*{word}.*cpu, sm90, sm100, sm103"
+        ):
             selector.select_path(key, rank=1024, requested=requested)
     assert word in selector.backend_gap(key)
     assert {row["path"] for row in selector.explain(key)} == {None}
+
+
+@pytest.mark.usefixtures("hopper_build")
+@pytest.mark.parametrize("key", ["sm120", "sm121"])
+def test_sm12x_dequantises_and_says_so(key):
+    for requested in ("auto", "dequantised"):
+        assert selector.select_path(key, rank=1024, requested=requested)[:2] == ("dequantised", "torch")
+    assert "no kernel yet for SM12x" in selector.select_path(key, rank=1024).reason
+    for requested in ("fused", "unfused"):
+        with pytest.raises(ValueError, match=f"path='{requested}' refused on {key}: no kernel yet for SM12x"):
+            selector.select_path(key, rank=1024, requested=requested)
+    assert "no kernel yet for SM12x" in selector.backend_gap(key)  # so an engine keeps its own path
+    paths = {(row["requested"], row["path"]) for row in selector.explain(key)}
+    assert ("auto", "dequantised") in paths
+    assert ("fused", None) in paths
+    assert selector.explain_wo_b(key)["route"] == "torch"
+
+
+@pytest.mark.parametrize("key", ["cpu", "sm90"])
+@pytest.mark.usefixtures("hopper_build")
+def test_dequantised_can_be_asked_for_where_there_are_kernels(key):
+    assert selector.select_path(key, rank=40, requested="dequantised")[:2] == ("dequantised", "torch")
+    assert selector.select_path(key, rank=1024).path == "fused"
+
+
+@pytest.mark.usefixtures("blackwell_build")
+@pytest.mark.parametrize("key", ["sm100", "sm103"])
+def test_blackwell_says_that_it_has_not_run(key):
+    for rank in (1024, 96):
+        choice = selector.select_path(key, rank=rank)
+        assert choice[:2] == ("fused", "sm100")
+        assert "not on hardware" in choice.reason
+    for recipe in selector.RECIPES:
+        assert selector.select_path(key, rank=1024, recipe=recipe).path == "fused"
+    assert "never on this hardware" in selector.unproven(key)
+    assert selector.unproven("cpu") == selector.unproven("sm120") == ""
+
+
+@pytest.mark.usefixtures("hopper_build")
+def test_a_build_without_blackwell_kernels_is_refused():
+    with pytest.raises(ValueError, match="refused on sm103: this build has no sm100 kernels"):
+        selector.select_path("sm103", rank=1024)
+    assert selector.unproven("sm103") == ""
 
 
 @pytest.mark.usefixtures("cpu_only_build")
@@ -118,7 +173,7 @@ def test_a_row_without_a_recipe_refuses_it(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"requested": "fast"}, "path must be one of auto, fused, unfused, got 'fast'"),
+        ({"requested": "fast"}, "path must be one of auto, fused, unfused, dequantised, got 'fast'"),
         ({"recipe": "16x16"}, "recipe must be one of 1x32, 32x32, 128x128, prepared, got '16x16'"),
         ({"consumer": "fp16"}, "consumer must be one of f8_128x4, 8x4, packed, bf16, got 'fp16'"),
         ({"rank": 0}, "rank must be positive, got 0"),
@@ -129,7 +184,7 @@ def test_wrong_arguments(arguments, message):
         selector.select_path("cpu", **{"rank": 1024, **arguments})
 
 
-@pytest.mark.parametrize("key", ["cpu", "sm90", "sm100"])
+@pytest.mark.parametrize("key", ["cpu", "sm90", "sm100", "sm120"])
 @pytest.mark.usefixtures("hopper_build")
 def test_info_shows_what_the_op_does(key):
     for row in selector.explain(key, ranks=(1024, 96, 40)):
@@ -163,7 +218,9 @@ def test_a_path_forced_by_the_environment_is_not_softened(monkeypatch):
     ):
         selector.select_path("sm90", rank=96, requested="auto")
     monkeypatch.setenv(selector.ENV_PATH, "quick")
-    with pytest.raises(ValueError, match="VLLM_MEGAATTN_PATH must be one of auto, fused, unfused, got 'quick'"):
+    with pytest.raises(
+        ValueError, match="VLLM_MEGAATTN_PATH must be one of auto, fused, unfused, dequantised, got 'quick'"
+    ):
         selector.select_path("cpu", rank=1024, requested="auto")
 
 
@@ -183,8 +240,59 @@ def test_the_op_follows_the_environment(monkeypatch):
         monkeypatch.setenv(selector.ENV_PATH, value)
         ops.o_proj(x, x_scale, wo_a, scales[0], wo_b, scales[1], path=path)
     assert seen == [False, True, False]
-    with pytest.raises(ValueError, match="path must be one of auto, fused, unfused, got 'both'"):
+    with pytest.raises(ValueError, match="path must be one of auto, fused, unfused, dequantised, got 'both'"):
         ops.o_proj(x, x_scale, wo_a, scales[0], wo_b, scales[1], path="both")
+
+
+# ---- the route of wo_b ----------------------------------------------------------------------------------------
+
+
+def test_wo_b_prefers_cublaslt_until_the_own_kernel_is_checked(blackwell_build, monkeypatch):
+    route = selector.select_wo_b("sm100")
+    assert route.route == "cublaslt"
+    assert "cuBLASLt 130100, until the package's own kernel has been checked" in route.reason
+    selector.request_wo_b("sm100")
+    assert blackwell_build == [0]  # open: the C core decides by the operands
+    monkeypatch.setattr(selector, "_routes", {})
+    monkeypatch.setattr(_C, "cublaslt_status", lambda: (False, "cuBLASLt cannot be opened"))
+    assert selector.select_wo_b("sm100") == ("own", "cuBLASLt cannot be opened")
+
+
+def test_a_forced_route_reaches_the_c_core(blackwell_build, monkeypatch):
+    blackwell_build[0] = 3  # others' flags stay
+    for value, flags in (("own", 8), ("cublaslt", 16), ("auto", 0), ("", 0)):
+        monkeypatch.setenv(selector.ENV_WO_B, value)
+        selector.request_wo_b("sm103")
+        assert blackwell_build == [3 | flags]
+
+
+def test_a_route_that_cannot_be_had_is_an_error(blackwell_build, monkeypatch):
+    monkeypatch.setenv(selector.ENV_WO_B, "cublaslt")
+    monkeypatch.setattr(_C, "cublaslt_status", lambda: (False, "cuBLASLt cannot be opened"))
+    with pytest.raises(ValueError, match="VLLM_MEGAATTN_WO_B='cublaslt' refused on sm100: cuBLASLt cannot be opened"):
+        selector.request_wo_b("sm100")
+    with pytest.raises(ValueError, match="refused on cpu: only datacenter Blackwell has that route"):
+        ops.mxfp8_gemm_wo_b(torch.zeros(0, 32).to(ops.E4M3), torch.zeros(0, dtype=torch.uint8),
+                            torch.zeros(32, 32).to(ops.E4M3), torch.zeros(1, 1, dtype=torch.uint8))  # fmt: skip
+    monkeypatch.setenv(selector.ENV_WO_B, "quick")
+    with pytest.raises(ValueError, match="VLLM_MEGAATTN_WO_B must be one of auto, own, cublaslt, got 'quick'"):
+        selector.select_wo_b("sm100")
+    assert selector.explain_wo_b("sm100")["route"] is None
+    assert blackwell_build == [0]
+
+
+def test_a_route_that_failed_its_check_is_not_taken(blackwell_build, monkeypatch):
+    selector.disable_wo_b("cublaslt", "cuBLASLt failed the self-check")
+    assert selector.select_wo_b("sm100") == ("own", "cuBLASLt failed the self-check")
+    selector.request_wo_b("sm100")
+    assert blackwell_build == [8]
+    monkeypatch.setenv(selector.ENV_WO_B, "cublaslt")
+    with pytest.raises(ValueError, match="refused on sm100: cuBLASLt failed the self-check"):
+        selector.select_wo_b("sm100")
+    monkeypatch.delenv(selector.ENV_WO_B)
+    selector.disable_wo_b("own", "the own kernel failed too")
+    with pytest.raises(ValueError, match="failed the self-check; the own kernel failed too"):
+        selector.select_wo_b("sm100")
 
 
 # ---- devices --------------------------------------------------------------------------------------------------

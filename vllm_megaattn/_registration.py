@@ -6,9 +6,12 @@ are inferred by the front ends in `ops`.
 
 from __future__ import annotations
 
+import os
+
 import torch  # must be loaded before the C core, which finds libtorch in the process
 
 from vllm_megaattn import _C, self_check
+from vllm_megaattn.selector import ENV_WO_B
 
 NAMESPACE = "vllm_megaattn"
 OPS = (
@@ -25,6 +28,14 @@ OPS = (
 # Switches of the C core: enum mx_flag in csrc/kernels.h.
 FLAG_BATCH_INVARIANT = 1
 FLAG_NO_PDL = 2
+FLAG_NO_PAIRS = 4
+FLAG_WO_B_OWN = 8
+FLAG_WO_B_CUBLASLT = 16
+FLAG_NO_DECODE = 32
+
+# For callers of torch.ops, who pass no front end: a route of wo_b that was asked for by name holds from the start. The
+# front ends also refuse what the device has not got (selector.request_wo_b).
+_C.set_flags(_C.get_flags() | {"own": FLAG_WO_B_OWN, "cublaslt": FLAG_WO_B_CUBLASLT}.get(os.environ.get(ENV_WO_B), 0))
 
 _ERROR_TYPES = {1: ValueError, 2: TypeError, 3: RuntimeError}
 

@@ -412,6 +412,32 @@ def collapse_blocks(linear: torch.Tensor, cols: int, block: tuple[int, int]) -> 
     return blocks
 
 
+def linear_weight_scale(
+    scale: torch.Tensor, groups: int, rows: int, cols: int, *, name: str = "w_scale"
+) -> torch.Tensor:
+    """Scales of weights [groups, rows, cols] in any form that the ops take (csrc/op_check.c, mx_bind_weight_scale) ->
+    uint8 [groups, rows, cols / 32]: int32 words per row, bytes per block of 1, 32 or 128 rows and all, 32, 128 or 256
+    columns, or 1-D F8_128x4 of a single group."""
+    if scale.dim() == 1:
+        if groups != 1:
+            raise ValueError(f"{name} is 1-D F8_128x4, which holds one group; the weights have {groups}")
+        return from_f8_128x4(scale, rows, cols // BLOCK, name=name).unsqueeze(0)
+    if scale.dtype == torch.int32:
+        words = from_packed(scale, cols // BLOCK, name=name)
+        if words.numel() != groups * rows * (cols // BLOCK):
+            raise ValueError(
+                f"{name} must be int32 [{groups}, {rows}, {ceil_div(cols, 128)}], got {list(scale.shape)}"
+            )
+        return words.reshape(groups, rows, cols // BLOCK)
+    blocks = _require_bytes(scale, name)
+    if blocks.shape[0] % groups:
+        raise ValueError(f"{name} must hold a multiple of {groups} groups, got shape {list(scale.shape)}")
+    blocks = blocks.reshape(groups, -1, blocks.shape[-1])
+    candidates = [(r, c) for c in (cols, 32, 128, 256) for r in (1, 32, 128)]
+    block = find_block_shape(rows, cols, blocks.shape[-2:], candidates=candidates, name=name)
+    return expand_blocks(blocks, rows, cols, block)
+
+
 def _check_block(cols: int, block: tuple[int, int]) -> None:
     if block[0] < 1 or block[1] < BLOCK or block[1] % BLOCK:
         raise ValueError(f"block must be rows >= 1 and columns a positive multiple of {BLOCK}, got {block}")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_megaattn import layouts, selector
+from vllm_megaattn import dequantised, layouts, selector
 from vllm_megaattn._registration import call
 
 _ops = torch.ops.vllm_megaattn
@@ -34,6 +34,10 @@ E4M3 = torch.float8_e4m3fn
 # The widest span the kernels of a backend like best for scales that only they read (z, and x of o_proj_from_attn).
 # 32 writes what any other quantiser would; a wider span is still valid MXFP8 and lets Hopper promote less often.
 _PREFERRED_SPAN = {"sm90": 256}
+
+# Backends whose kernels read scales per row and 32 columns fastest: packed words for wo_a, F8_128x4 for wo_b, which is
+# also what vLLM holds there and the only form cuBLASLt takes.
+ROW_SCALES = ("sm100", "sm103")
 
 
 # ---- argument handling ---------------------------------------------------------------------------------------------
@@ -221,6 +225,7 @@ def mxfp8_gemm_wo_b(
     _require_int(op, z_span=z_span)
     _require_dims(op, "z", z, (2,), "[T, K]")
     _require_dims(op, "w", w, (2,), "[N, K]")
+    _choose_wo_b(z.device)
     if out is None:
         out = torch.empty((z.shape[0], w.shape[0]), dtype=torch.bfloat16, device=z.device)
     else:
@@ -306,15 +311,19 @@ def o_proj(
 
     x, x_scale, wo_a, wo_a_scale, x_span: as in `einsum_fp8_sfd128x4`. wo_b, wo_b_scale: as in `mxfp8_gemm_wo_b`, with
     wo_b e4m3 [N_b, G*N].
-    path:       "auto", "fused" or "unfused"; both give the same bits. A path that cannot be taken raises ValueError.
+    path:       "auto", "fused" or "unfused"; both give the same bits. "dequantised" runs torch's BF16 products, which
+                "auto" does too where there is no kernel yet (SM12x). A path that cannot be taken raises ValueError.
     scale_span: scale span of z inside; None takes the backend's favourite (32 on the CPU; see `default_scale_span`).
     """
     op = "o_proj"
     _require_tensors(op, x=x, x_scale=x_scale, wo_a=wo_a, wo_a_scale=wo_a_scale, wo_b=wo_b, wo_b_scale=wo_b_scale)
     _require_int(op, x_span=x_span)
     _require_dims(op, "x", x, (3,), "[T, G, K]")
+    chosen = _choose_path(op, x.device, _rows_of(op, "wo_a", wo_a, x.shape[1]), path)
+    if chosen == "dequantised":
+        return dequantised.o_proj(x, x_scale, wo_a, wo_a_scale, wo_b, wo_b_scale, out=out)
     z, z_scale, z_bf16, y, fused, scale_span = _projection_buffers(
-        op, x.shape[0], x.shape[1], x.device, wo_a, wo_a_scale, wo_b, path, scale_span, out
+        op, x.shape[0], x.shape[1], x.device, wo_a, wo_a_scale, wo_b, chosen, scale_span, out
     )
     call(
         _o_proj, op, x, x_scale, wo_a, wo_a_scale, wo_b, wo_b_scale, z, z_scale, z_bf16, y, fused, x_span, scale_span
@@ -359,8 +368,14 @@ def o_proj_from_attn(
     if groups <= 0:
         raise ValueError(f"{op}: groups must be positive, got {groups}")
     codes = _choose(op, "order", order, ORDERS), _choose(op, "cos_sin_layout", cos_sin_layout, COS_SIN_LAYOUTS)
+    chosen = _choose_path(op, attn.device, _rows_of(op, "wo_a", wo_a, groups), path)
+    if chosen == "dequantised":
+        return dequantised.o_proj_from_attn(
+            attn, positions, cos_sin, wo_a, wo_a_scale, wo_b, wo_b_scale,
+            groups=groups, order=order, cos_sin_layout=cos_sin_layout, out=out,
+        )  # fmt: skip
     z, z_scale, z_bf16, y, fused, scale_span = _projection_buffers(
-        op, attn.shape[0], groups, attn.device, wo_a, wo_a_scale, wo_b, path, scale_span, out
+        op, attn.shape[0], groups, attn.device, wo_a, wo_a_scale, wo_b, chosen, scale_span, out
     )
     x, x_scale = _empty_activation(attn.shape[0], groups, wo_a.shape[-1], attn.device)
     call(
@@ -368,6 +383,22 @@ def o_proj_from_attn(
         x, x_scale, z, z_scale, z_bf16, y, *codes, fused, scale_span,
     )  # fmt: skip
     return y
+
+
+def _choose_path(op: str, device: torch.device, rank: int, path: str) -> str:
+    """The path of this call: "fused", "unfused" or "dequantised"."""
+    if not isinstance(path, str):
+        raise TypeError(f"{op}: path must be a str, got {type(path).__name__}")
+    chosen = selector.select_path(selector.device_key(device), rank=rank, requested=path).path
+    if chosen != "dequantised":
+        _choose_wo_b(device)
+    return chosen
+
+
+def _choose_wo_b(device: torch.device) -> None:
+    """Tells the C core which route VLLM_MEGAATTN_WO_B wants; ValueError where the device has not got it."""
+    if not torch.compiler.is_compiling():
+        selector.request_wo_b(selector.device_key(device))
 
 
 def _projection_buffers(
@@ -378,17 +409,15 @@ def _projection_buffers(
     wo_a: torch.Tensor,
     wo_a_scale: torch.Tensor,
     wo_b: torch.Tensor,
-    path: str,
+    chosen: str,
     scale_span: int | None,
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool, int]:
-    """Chooses the path; allocates what lies between the kernels (z, its scales, BF16 z, empty when fused) and y."""
+    """Allocates what lies between the kernels of the chosen path (z, its scales, BF16 z, empty when fused) and y."""
     rows = _rows_of(op, "wo_a", wo_a, groups)
     _require_dims(op, "wo_b", wo_b, (2,), "[N, K]")
     _require_dims(op, "wo_a_scale", wo_a_scale, (1, 2, 3), "[G, N/r, K/c] or [G*N/r, K/c]")
-    if not isinstance(path, str):
-        raise TypeError(f"{op}: path must be a str, got {type(path).__name__}")
-    fused = selector.select_path(selector.device_key(device), rank=rows, requested=path).path == "fused"
+    fused = chosen == "fused"
     if scale_span is None:
         scale_span = default_scale_span(device, wo_a, wo_a_scale)
     else:
@@ -425,6 +454,9 @@ def prepare_weight(
     Returns (w, w_scale, report). On the CPU the values are kept as they are, contiguous, scales as uint8 where they
     were float32. On Hopper each 32 rows share one scale over all of K (uint8 [.., N/32, 1]): exact but for elements
     pushed into e4m3's subnormal range; weights that would change by more than MAX_REBLOCK_ERROR keep their scales.
+    On datacenter Blackwell the data stay as they are and scales are laid out as the tensor cores read them: w [G, N, K]
+    (wo_a) gets int32 words [G, N, K/128] with stride 1 over N, w [N, K] (wo_b) gets 1-D F8_128x4. So give wo_a with
+    three dimensions there, or with scales that have three.
     report: {"form", "changed" (elements whose value changed), "elements", "relative_error"}.
     """
     op = "prepare_weight"
@@ -446,7 +478,24 @@ def prepare_weight(
             report.update(stats, form="32 rows x K")
         else:
             report.update(form="as given", refused_relative_error=stats["relative_error"])
+    if key in ROW_SCALES:
+        w_scale, report["form"] = _row_scales(w, w_scale)
     return w.to(target).contiguous(), w_scale.to(target), report
+
+
+def _row_scales(w: torch.Tensor, w_scale: torch.Tensor) -> tuple[torch.Tensor, str]:
+    """Scales as Blackwell's kernels read them, and the name of the form; what has the form already is returned as is."""
+    grouped = w.dim() == 3 or w_scale.dim() == 3
+    if grouped and w_scale.dtype is torch.int32 and w_scale.dim() == 3:
+        return w_scale, "packed words"
+    if not grouped and w_scale.dim() == 1:
+        return w_scale, "F8_128x4"
+    groups = w.shape[0] if w.dim() == 3 else w_scale.shape[0] if grouped else 1
+    rows = w.shape[-2] if w.dim() == 3 else w.shape[0] // groups
+    linear = layouts.linear_weight_scale(w_scale, groups, rows, w.shape[-1])
+    if grouped:
+        return layouts.to_packed(linear), "packed words"
+    return layouts.to_f8_128x4(linear[0]), "F8_128x4"
 
 
 def _check_weight(op: str, w: torch.Tensor, w_scale: torch.Tensor) -> None:

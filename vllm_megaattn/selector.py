@@ -1,11 +1,12 @@
 """Which path the output projection takes, and why: one table for the ops, for `OProj` and for `info`.
 
-Two paths lead from the attention output to y:
+Three paths lead from the attention output to y:
 
-    fused     wo_a's epilogue quantises its accumulators and writes z as MXFP8; no BF16 z exists in memory
-    unfused   wo_a writes BF16 z, a separate quantiser turns it into MXFP8
+    fused        wo_a's epilogue quantises its accumulators and writes z as MXFP8; no BF16 z exists in memory
+    unfused      wo_a writes BF16 z, a separate quantiser turns it into MXFP8
+    dequantised  weights and activations as BF16, by torch (`dequantised`): where there is no kernel yet, or by request
 
-Both give the same bytes of z. The choice depends on the device, on how the weights are scaled, on the rank of the
+The first two give the same bytes of z. The choice depends on the device, on how the weights are scaled, on the rank of the
 projection (rows of wo_a per group) and on what the consumer of z reads. A caller may force a path by argument, a user
 by VLLM_MEGAATTN_PATH; whatever cannot be honoured is refused with a ValueError that says why. Nothing falls back
 silently, and a device that the table does not know is refused, not guessed.
@@ -25,7 +26,11 @@ if TYPE_CHECKING:
     import torch
 
 ENV_PATH = "VLLM_MEGAATTN_PATH"
-PATHS = ("auto", "fused", "unfused")
+PATHS = ("auto", "fused", "unfused", "dequantised")
+
+# Which kernel runs wo_b on datacenter Blackwell, where there are two.
+ENV_WO_B = "VLLM_MEGAATTN_WO_B"
+WO_B_ROUTES = ("auto", "own", "cublaslt")
 
 # How the weights are scaled: rows x columns that share one UE8M0 byte. "prepared" is what `prepare_weight` returns
 # for Hopper: one byte for 32 rows and all of K. Activations are always 1x32 (or wider spans of equal bytes).
@@ -36,7 +41,8 @@ CONSUMERS = ("f8_128x4", "8x4", "packed", "bf16")
 
 
 class Choice(NamedTuple):
-    """What was chosen: `path` "fused" or "unfused", `backend` the kernels' name, `reason` one sentence for people."""
+    """What was chosen: `path` "fused", "unfused" or "dequantised", `backend` the kernels' name ("torch" for the last),
+    `reason` one sentence for people."""
 
     path: str
     backend: str
@@ -44,7 +50,8 @@ class Choice(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One row of the table. `backend` None: no kernel, `note` says why and what would help."""
+    """One row of the table. `backend` None: no kernel, `note` says why and what would help. `dequantises`: "auto" takes
+    the dequantised path there. `unproven`: what a user must know of kernels that have not run on the hardware."""
 
     devices: tuple[str, ...]
     backend: str | None
@@ -53,24 +60,37 @@ class Row(NamedTuple):
     unfused_rank_multiple: int
     fused_consumers: tuple[str, ...]
     note: str
+    dequantises: bool = False
+    unproven: str = ""
 
 
 # A rank that is a multiple of 32 keeps every 1x32 scale block inside one group. The Hopper epilogue stores scales a
-# 32-bit word (four blocks, 128 columns) at a time, so there a group must also start on a word.
+# 32-bit word (four blocks, 128 columns) at a time, so there a group must also start on a word; Blackwell's stores bytes
+# where words straddle groups.
 TABLE = (
     Row(("cpu",), "cpu", RECIPES, 32, 32, ("f8_128x4",), "C kernels on the CPU"),
     Row(("meta",), "meta", RECIPES, 32, 32, ("f8_128x4",), "shapes only"),
     Row(("sm90",), "sm90", RECIPES, 128, 32, ("f8_128x4",), "Hopper kernels"),
     Row(
         ("sm100", "sm103"),
+        "sm100",
+        RECIPES,
+        32,
+        32,
+        ("f8_128x4",),
+        "Blackwell kernels, which have run in an emulator but not on hardware",
+        unproven="have run in an emulator (tests/emulator), never on this hardware; every result and speed is unproven",
+    ),
+    Row(
+        ("sm120", "sm121"),
         None,
         (),
         0,
         0,
         (),
-        "no kernel yet for datacenter Blackwell",
+        "no kernel yet for SM12x; o_proj dequantises and runs torch's BF16 products instead",
+        dequantises=True,
     ),
-    Row(("sm120", "sm121"), None, (), 0, 0, (), "no kernel yet for SM12x"),
     Row(("sm89",), None, (), 0, 0, (), "no kernel yet for Ada"),
     Row(("sm80", "sm86", "sm87"), None, (), 0, 0, (), "no kernel yet for Ampere, which has no FP8 conversion"),
 )
@@ -105,6 +125,10 @@ def _decide(device_key: str, rank: int, requested: str, recipe: str, consumer: s
     row = _find_row(device_key)
     if row is None:
         return None, f"unknown device {device_key!r}; there are kernels for {_KNOWN}"
+    if requested == "dequantised" and (row.backend or row.dequantises):
+        return Choice("dequantised", "torch", "requested; torch's BF16 products on dequantised operands"), ""
+    if requested == "auto" and row.dequantises:
+        return Choice("dequantised", "torch", row.note), ""
     if row.backend is None:
         return None, f"{row.note} ({device_key}); there are kernels for {_KNOWN}"
     gap = _build_gap(row)
@@ -166,7 +190,7 @@ def select_path(
 
     device_key: what `device_key` returned, e.g. "cpu" or "sm90".
     rank:       rows of wo_a per group (N of the einsum; 1024 in DeepSeek-V4 and V4.1).
-    requested:  "auto", "fused" or "unfused"; VLLM_MEGAATTN_PATH is read only for "auto".
+    requested:  one of PATHS; VLLM_MEGAATTN_PATH is read only for "auto".
     recipe:     rows x columns per weight scale, one of RECIPES.
     consumer:   what reads z, one of CONSUMERS.
 
@@ -201,6 +225,16 @@ def backend_gap(device_key: str) -> str:
     return _build_gap(row)
 
 
+def explain_wo_b(device_key: str) -> dict[str, str | None]:
+    """{"route" (None: refused), "requested", "reason"}: what `select_wo_b` answers now, for `info`."""
+    requested = os.environ.get(ENV_WO_B) or "auto"
+    try:
+        route, reason = select_wo_b(device_key)
+    except ValueError as error:
+        return {"route": None, "requested": requested, "reason": str(error)}
+    return {"route": route, "requested": requested, "reason": reason}
+
+
 def explain(device_key: str, *, ranks: tuple[int, ...] = (1024, 96)) -> list[dict[str, object]]:
     """What `select_path` answers on this device for every request, rank and consumer: the rows that `info` prints.
 
@@ -223,6 +257,96 @@ def explain(device_key: str, *, ranks: tuple[int, ...] = (1024, 96)) -> list[dic
                     }
                 )
     return rows
+
+
+def unproven(device_key: str) -> str:
+    """What has not been shown of this device's kernels, or "": a phrase that goes on from "the kernels for ..."."""
+    row = _find_row(device_key)
+    return row.unproven if row is not None and not backend_gap(device_key) else ""
+
+
+# ---- the route of wo_b ---------------------------------------------------------------------------------------------
+
+
+class Route(NamedTuple):
+    """Which kernel runs wo_b: `route` "own" or "cublaslt", `reason` one sentence for people."""
+
+    route: str
+    reason: str
+
+
+_routes: dict[tuple[str, str], tuple[Route | None, str]] = {}
+
+
+def select_wo_b(device_key: str) -> Route:
+    """The route of wo_b, as VLLM_MEGAATTN_WO_B and the device have it; the C core is told (csrc/cuda/sm100.h).
+
+    "auto" prefers cuBLASLt where it can be opened, for operands that it takes (weights with F8_128x4 scales, as
+    `prepare_weight` gives them); others go to the package's own kernel. Raises ValueError when the variable holds
+    something else than WO_B_ROUTES, or what cannot be had on this device. A repeated call costs two look-ups.
+    """
+    requested = os.environ.get(ENV_WO_B) or "auto"
+    key = (device_key, requested)
+    found = _routes.get(key)
+    if found is None:
+        if requested not in WO_B_ROUTES:
+            raise ValueError(f"{ENV_WO_B} must be one of {', '.join(WO_B_ROUTES)}, got {requested!r}")
+        found = _routes[key] = _decide_wo_b(device_key, requested)
+    route, refusal = found
+    if route is None:
+        raise ValueError(f"wo_b: {ENV_WO_B}={requested!r} refused on {device_key}: {refusal}")
+    return route
+
+
+_WO_B_FLAGS = {"own": 8, "cublaslt": 16}  # MX_FLAG_WO_B_* of csrc/kernels.h
+
+
+def request_wo_b(device_key: str) -> None:
+    """Hands the route to the C core, for this and all later calls; ValueError as in `select_wo_b`."""
+    from vllm_megaattn import _C
+
+    route = select_wo_b(device_key).route
+    open_choice = (os.environ.get(ENV_WO_B) or "auto") == "auto" and not _disabled_routes
+    wanted = 0 if open_choice else _WO_B_FLAGS.get(route, 0)
+    flags = _C.get_flags()
+    if flags & sum(_WO_B_FLAGS.values()) != wanted:
+        _C.set_flags((flags & ~sum(_WO_B_FLAGS.values())) | wanted)
+
+
+def disable_wo_b(route: str, reason: str) -> None:
+    """From now on "auto" takes the other route of wo_b, and asking for this one is refused with `reason`."""
+    _disabled_routes[route] = reason
+    _routes.clear()
+
+
+_disabled_routes: dict[str, str] = {}
+
+
+def _decide_wo_b(device_key: str, requested: str) -> tuple[Route | None, str]:
+    row = _find_row(device_key)
+    if row is None or row.backend != "sm100":
+        if requested == "cublaslt":
+            return None, "only datacenter Blackwell has that route"
+        if row is not None and row.backend is None:
+            return Route("torch", row.note), ""
+        return Route("own", "the package's own kernel, the only route there"), ""
+    if requested in _disabled_routes:
+        return None, _disabled_routes[requested]
+    if requested == "own":
+        return Route("own", "requested"), ""
+    from vllm_megaattn import _C
+
+    usable, text = _C.cublaslt_status()
+    if requested == "auto" and _disabled_routes:
+        other = "cublaslt" if "own" in _disabled_routes else "own"
+        if other in _disabled_routes or (other == "cublaslt" and not usable):
+            return None, "; ".join([*_disabled_routes.values(), *([] if usable else [text])])
+        return Route(other, next(iter(_disabled_routes.values()))), ""
+    if requested == "cublaslt":
+        return (Route("cublaslt", f"requested; {text}"), "") if usable else (None, text)
+    if usable:
+        return Route("cublaslt", f"{text}, until the package's own kernel has been checked on this hardware"), ""
+    return Route("own", text), ""
 
 
 _cuda_keys: dict[int, str] = {}

@@ -14,6 +14,11 @@
 
 static bool is_blackwell(const struct mx_cuda_device *dev) { return dev->capability / 10 == 10; }
 
+/* Whether the kernels for few tokens are asked first. */
+static bool takes_decode(const struct mx_matmul *args, const struct mx_exec *exec) {
+    return args->num_tokens <= MAX_DECODE_TOKENS && !(exec->flags & MX_FLAG_NO_DECODE);
+}
+
 static const struct mx_cuda_device *open_device(const struct mx_exec *exec) {
     return mx_cuda_device(exec->device_index, exec->err, exec->err_bytes);
 }
@@ -30,7 +35,7 @@ static int cuda_matmul(const struct mx_matmul *args, const struct mx_exec *exec)
     if (is_blackwell(dev)) {
         return mx_sm100_matmul(args, exec);
     }
-    if (args->num_tokens <= MAX_DECODE_TOKENS && mx_sm90_decode_matmul != NULL) {
+    if (takes_decode(args, exec) && mx_sm90_decode_matmul != NULL) {
         int code = mx_sm90_decode_matmul(args, exec);
         if (code != MX_UNSUPPORTED) {
             return code;
@@ -70,7 +75,7 @@ static int cuda_o_proj(const struct mx_o_proj *args, const struct mx_exec *exec)
     if (is_blackwell(dev)) {
         return mx_sm100_o_proj(args, exec);
     }
-    if (args->a->num_tokens <= MAX_DECODE_TOKENS && mx_sm90_decode_o_proj != NULL) {
+    if (takes_decode(args->a, exec) && mx_sm90_decode_o_proj != NULL) {
         code = mx_sm90_decode_o_proj(args, exec);
         if (code != MX_UNSUPPORTED) {
             return code;

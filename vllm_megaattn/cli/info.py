@@ -35,7 +35,9 @@ def run(args: argparse.Namespace) -> int:
         "cpu": {**_C.cpu_info(), "model": _cpu_model(), "threads": torch.get_num_threads()},
         "devices": devices,
         "backends": _backends(keys),
-        "environment": {selector.ENV_PATH: os.environ.get(selector.ENV_PATH)},
+        "environment": {name: os.environ.get(name) for name in (selector.ENV_PATH, selector.ENV_WO_B)},
+        "wo_b": {key: selector.explain_wo_b(key) for key in keys},
+        "unproven": {key: text for key in keys if (text := selector.unproven(key))},
         "selector": {key: selector.explain(key, ranks=(args.rank,)) for key in keys},
     }
     print(json.dumps(result, indent=1) if args.json else _report(result))
@@ -145,6 +147,12 @@ def _report(result: dict[str, object]) -> str:
             [(", ".join(b["devices"]), yes(b["usable"]), b["reason"]) for b in result["backends"]],
         ),
     ]
+    for key, text in result["unproven"].items():
+        lines += [
+            "",
+            f"NOT RUN ON HARDWARE: the kernels for {key} {text}.",
+            "Please run `python -m vllm_megaattn check` first; its output is the report we need (docs/blackwell.md).",
+        ]
     for key, rows in result["selector"].items():
         lines += [
             "",
@@ -157,6 +165,8 @@ def _report(result: dict[str, object]) -> str:
                 ],
             ),
         ]
+        route = result["wo_b"][key]
+        lines.append(f"  wo_b: {route['route'] or 'refused'} ({route['reason']})")
     if forced:
         lines += ["", f"{selector.ENV_PATH}={forced} replaces path=auto in this environment."]
         if forced not in selector.PATHS:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_megaattn import layouts, ops
+from vllm_megaattn import layouts, ops, selector
 
 BLOCKS = "blocks"
 WIDE = "32 rows x K"
@@ -52,7 +52,8 @@ class KeptWeight:
         """
         first = self.form is None
         scale = self._collapse(weight, scale, first)
-        if self.form == BLOCKS:
+        if self.form == BLOCKS or (first and not _takes_wide_scales(weight, device)):
+            self.form = BLOCKS
             return weight, scale
         kept, kept_scale, report = self._prepare(weight, scale, device=device)
         wide = kept_scale.dim() == 2 and kept_scale.shape[-1] == 1
@@ -88,6 +89,11 @@ class KeptWeight:
                 "start the server anew with these weights"
             )
         return blocks if same else scale
+
+
+def _takes_wide_scales(weight: torch.Tensor, device: torch.device | None) -> bool:
+    """False where the kernels multiply by a scale per 32 columns anyway (Blackwell): blocks stay as they are loaded."""
+    return selector.device_key(device if device is not None else weight.device) not in ops.ROW_SCALES
 
 
 def widen(weight: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
