@@ -19,6 +19,7 @@ from vllm_megaattn.ops import (
     o_proj_from_attn,
     prepare_weight,
 )
+from vllm_megaattn.self_check import prepare_device
 
 __all__ = [
     "OProj",
@@ -30,5 +31,6 @@ __all__ = [
     "mxfp8_quantize_sfd128x4",
     "o_proj",
     "o_proj_from_attn",
+    "prepare_device",
     "prepare_weight",
 ]

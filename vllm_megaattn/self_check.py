@@ -1,33 +1,39 @@
 """Does this device compute what the CPU backend computes? Asked once on first use, and at length by `check`.
 
 A kernel is trusted only where it has been seen to work. The first call of an op on a CUDA device (outside graph capture)
-runs a small adversarial problem through every kernel family and compares:
+runs small adversarial problems through every family of kernels (`self_check_cases`) and compares:
 
     bytes   quantiser and inverse RoPE against the CPU backend; the fused einsum against quantising its own BF16 z;
             the fused against the unfused projection; padding bytes against 0x00
     values  BF16 results against the CPU backend, whose accumulation is FP32: the tensor core's own rounding is allowed
 
 The scale bytes of neighbouring rows, columns and tiles all differ, so that a scale read from the wrong place cannot hide.
-A family that fails is disabled on that device: its calls raise RuntimeError, and the caller's engine can fall back.
-VLLM_MEGAATTN_SELF_CHECK=0 turns the first-use check off.
+
+What fails is not used again in this process: where other kernels can do the same (decode kernels, pairs of blocks, a
+route of wo_b) those take over, else the ops raise RuntimeError and the caller's engine can fall back. A warning says so.
+`prepare_device` runs the check ahead, before a capture or a server's first request. VLLM_MEGAATTN_SELF_CHECK=0 turns the
+first-use check off.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
+import time
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from vllm_megaattn import _C, selector
+from vllm_megaattn.self_check_cases import Case, Finding
+from vllm_megaattn.self_check_cases import run as run_cases
+
 ENV = "VLLM_MEGAATTN_SELF_CHECK"
-E4M3 = torch.float8_e4m3fn
-# Relative Frobenius distance of BF16 results from the CPU backend's. Two BF16 roundings of nearly the same value differ
-# by 1e-3 at most on average; the tensor cores' accumulation adds 3.5e-4 (span 256).
-VALUE_LIMIT = 3e-3
+BATCH_INVARIANT, NO_PAIRS, WO_B_OWN, WO_B_CUBLASLT, NO_DECODE = 1, 4, 8, 16, 32  # enum mx_flag
+logger = logging.getLogger("vllm_megaattn")
 
 # Which front ends a family disables when it fails.
 FAMILIES = {
@@ -37,176 +43,120 @@ FAMILIES = {
     "gemm": ("mxfp8_gemm_wo_b", "o_proj", "o_proj_from_attn"),
     "o_proj": ("o_proj", "o_proj_from_attn"),
 }
+# Units that others replace, by a switch of the C core.
+REPLACEABLE = {"decode": NO_DECODE, "pairs": NO_PAIRS}
 
+STREAM_TOKENS = 1190  # enough for the kernels that move four pieces a warp, on any number of SMs
+_WIDE = {"span": 256, "weights": "wide"}
 
-@dataclass(frozen=True)
-class Case:
-    """One problem: T tokens, G groups of `heads` heads of 512, N rows a group, `hidden` rows of wo_b, one span."""
+QUICK_HOPPER = (
+    Case("stream", STREAM_TOKENS, part="stream", groups=1, span=256),
+    Case("decode", 7, **_WIDE),
+    Case("tiled", 133, **_WIDE),
+    Case("tiled", 7, flags=NO_DECODE, **_WIDE),
+    Case("tiled", 133, part="einsum", rows=5120, windows=True, **_WIDE),
+    Case("tiled", 70, part="gemm", groups=1, rows=8192, hidden=5120, windows=True, **_WIDE),  # split in two along K
+    Case("per 32", 133),
+    Case("per row", 7, weights="rows"),
+)
+QUICK_BLACKWELL = (
+    Case("stream", STREAM_TOKENS, part="stream", groups=1),
+    Case("split", 7, weights="tiled", flags=WO_B_OWN),
+    Case("split", 7, flags=WO_B_OWN),
+    Case("pairs", 133, weights="tiled", flags=WO_B_OWN),
+    Case("single", 133, weights="tiled", flags=WO_B_OWN | NO_PAIRS),
+    Case("cuBLASLt", 133, weights="tiled", part="gemm", flags=WO_B_CUBLASLT),
+    Case("cuBLASLt", 7, weights="tiled", part="gemm", flags=WO_B_CUBLASLT),
+)
 
-    tokens: int
-    groups: int = 2
-    heads: int = 1
-    rows: int = 256
-    hidden: int = 160
-    span: int = 32
-
-    def __str__(self) -> str:
-        return f"T={self.tokens} G={self.groups} K={self.heads * 512} N={self.rows}/{self.hidden} span={self.span}"
-
-
-# Small T and large T take different kernels, and so do wide and per-32 scales.
-QUICK = (Case(5), Case(130), Case(5, span=256), Case(130, span=256))
-FULL = tuple(
-    Case(tokens, groups, heads, rows, hidden, span)
-    for tokens in (1, 7, 8, 33, 64, 65, 128, 129, 300)
-    for groups, heads, rows, hidden in ((1, 8, 1024, 5120), (2, 1, 256, 160), (3, 2, 384, 96))
-    for span in (32, 128, 256)
-    if rows % span == 0
+STREAMS = tuple(Case("stream", STREAM_TOKENS, span, part="stream", groups=1, heads=8) for span in (32, 128, 256))
+TOKENS = (1, 7, 8, 33, 64, 65, 128, 129, 300)
+SHAPES = (
+    {"groups": 1, "heads": 8, "rows": 1024, "hidden": 5120},  # TP8 of DeepSeek-V4.1
+    {"groups": 2, "heads": 1, "rows": 256, "hidden": 160},
+    {"groups": 3, "heads": 2, "rows": 384, "hidden": 96},
 )
 
 
-@dataclass
-class Finding:
-    """One comparison. `detail` says how far apart the two sides are when they differ."""
+def _full_hopper() -> list[Case]:
+    cases = [*QUICK_HOPPER, *STREAMS]
+    for tokens in TOKENS:
+        for shape in SHAPES:
+            few = "decode" if tokens <= 64 else "tiled"
+            for span in (128, 256):
+                if shape["rows"] % span == 0:
+                    cases.append(Case(few, tokens, span, "wide", distinct=37, **shape))
+            cases.append(Case("per 32", tokens, distinct=37, **shape))
+            cases.append(Case("per row", tokens, weights="rows", distinct=37, **shape))
+    return cases
 
-    family: str
-    what: str
-    case: Case
-    ok: bool
-    detail: str = ""
+
+def _full_blackwell() -> list[Case]:
+    cases = [*QUICK_BLACKWELL, *STREAMS]
+    for tokens in TOKENS:
+        for shape in SHAPES:
+            many = tokens > 64
+            for weights in ("tiled", "blocks"):
+                unit = "pairs" if many else "split"
+                cases.append(Case(unit, tokens, weights=weights, flags=WO_B_OWN, distinct=37, **shape))
+            own = WO_B_OWN | (NO_PAIRS if many else BATCH_INVARIANT)
+            cases.append(
+                Case("single" if many else "split", tokens, weights="tiled", flags=own, distinct=37, **shape)
+            )
+            lt = Case("cuBLASLt", tokens, weights="tiled", part="gemm", flags=WO_B_CUBLASLT, distinct=37, **shape)
+            cases.append(lt)
+    return cases
+
+
+def cases_for(device_key: str, *, quick: bool) -> list[Case]:
+    """The problems of a device; those of cuBLASLt only where it can be opened."""
+    if device_key in ("sm100", "sm103"):
+        cases = list(QUICK_BLACKWELL) if quick else _full_blackwell()
+        return cases if _C.cublaslt_status()[0] else [case for case in cases if case.unit != "cuBLASLt"]
+    return list(QUICK_HOPPER) if quick else _full_hopper()
+
+
+def run(cases: list[Case] | tuple[Case, ...], device: torch.device) -> list[Finding]:
+    """All comparisons; kernels that raise count as a failed finding. Torch's default device and dtype do not matter."""
+    flags = _C.get_flags() & ~(NO_PAIRS | WO_B_OWN | WO_B_CUBLASLT | NO_DECODE | BATCH_INVARIANT)
+    before = _C.get_flags()
+    default, threads = torch.get_default_dtype(), torch.get_num_threads()
+    try:
+        torch.set_default_dtype(torch.float32)
+        if len(cases) < 20:  # too little work for threads, which on a busy host wait for each other
+            torch.set_num_threads(1)
+        with torch.device("cpu"), torch.no_grad():
+            return run_cases(list(enumerate(cases)), device, lambda wanted: _C.set_flags(flags | wanted))
+    finally:
+        torch.set_default_dtype(default)
+        torch.set_num_threads(threads)
+        _C.set_flags(before)
+
+
+# ---- first use -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class _State:
     disabled: dict[str, str] = field(default_factory=dict)  # op -> why
+    replaced: dict[str, str] = field(default_factory=dict)  # unit -> why
+    milliseconds: float | None = None  # what the check took; None: it was turned off
 
 
 _states: dict[int, _State] = {}
 
 
-# ---- comparing -----------------------------------------------------------------------------------------------------
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.cpu().contiguous().view(torch.uint8).flatten()
-
-
-def _same_bytes(mine: torch.Tensor, other: torch.Tensor) -> tuple[bool, str]:
-    differ = _bytes_of(mine) != _bytes_of(other)
-    count = int(differ.sum())
-    return (
-        count == 0,
-        "" if count == 0 else f"{count} of {differ.numel()} bytes differ, first at {int(differ.nonzero()[0])}",
-    )
-
-
-def _near(mine: torch.Tensor, other: torch.Tensor) -> tuple[bool, str]:
-    mine, other = mine.cpu().double(), other.cpu().double()
-    if not torch.equal(mine.isnan(), other.isnan()):
-        return False, "NaN in different places"
-    distance = ((mine - other).nan_to_num().norm() / other.nan_to_num().norm().clamp_min(1e-30)).item()
-    return distance <= VALUE_LIMIT, f"relative distance {distance:.1e}"
-
-
-def _uneven_scales(rows: int, cols: int, first: int) -> torch.Tensor:
-    """uint8 [rows, cols]: neighbours in row, column and 128x4 tile all differ."""
-    row, col = torch.arange(rows)[:, None], torch.arange(cols)[None, :]
-    return (first + (3 * row + 5 * col) % 11).to(torch.uint8)
-
-
-def _problem(case: Case, seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
-
-    k, columns = case.heads * 512, case.groups * case.rows
-    attn = randn(case.tokens, case.groups * case.heads, 512)
-    attn[:, :, ::97] *= 64  # outlier channels
-    angle = torch.rand((512, 32), generator=generator) * 6.2831853
-    return {
-        "attn": attn.bfloat16(),
-        "positions": torch.randint(0, 512, (case.tokens,), generator=generator),
-        "cos_sin": torch.cat([angle.cos(), angle.sin()], 1).contiguous(),
-        "wo_a": (randn(case.groups, case.rows, k) * 60).clamp_(-448, 448).to(E4M3),
-        "wo_a_scale": _uneven_scales(case.groups * case.rows // 32, k // 32, 112).view(case.groups, -1, k // 32),
-        "wo_b": (randn(case.hidden, columns) * 60).clamp_(-448, 448).to(E4M3),
-        "wo_b_scale": _uneven_scales(case.hidden // 32, columns // 32, 112),
-    }
-
-
-def compare(case: Case, device: torch.device, seed: int = 0) -> Iterator[Finding]:
-    """Every comparison of one case, device against CPU."""
-    from vllm_megaattn import layouts, ops
-
-    host = _problem(case, seed)
-    if case.span > 32:  # the wide kernels read weights with one scale for 32 rows and all of K
-        for name in ("wo_a", "wo_b"):
-            scale = host[f"{name}_scale"]
-            host[f"{name}_scale"] = scale[..., :1].contiguous()
-    there = {name: tensor.to(device) for name, tensor in host.items()}
-    span = case.span
-
-    def finding(family: str, what: str, outcome: tuple[bool, str]) -> Finding:
-        return Finding(family, what, case, *outcome)
-
-    def rope(side: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        return ops.inv_rope_mxfp8_quantize(
-            side["attn"], side["positions"], side["cos_sin"], groups=case.groups, scale_span=span
-        )
-
-    x, x_scale = rope(host)
-    x_there, x_scale_there = rope(there)
-    yield finding("inv_rope", "data = CPU", _same_bytes(x_there, x))
-    yield finding("inv_rope", "scales = CPU", _same_bytes(x_scale_there, x_scale))
-
-    x_there, x_scale_there = x.to(device), x_scale.to(device)
-    a_host = (x, x_scale, host["wo_a"], host["wo_a_scale"])
-    a_there = (x_there, x_scale_there, there["wo_a"], there["wo_a_scale"])
-    z_bf16 = ops.einsum_fp8_bf16(*a_there, x_span=span)
-    yield finding("einsum", "BF16 z ~ CPU", _near(z_bf16, ops.einsum_fp8_bf16(*a_host, x_span=span)))
-
-    q, q_scale = ops.mxfp8_quantize_sfd128x4(z_bf16, scale_span=span)
-    expected = ops.mxfp8_quantize_sfd128x4(z_bf16.cpu(), scale_span=span)
-    yield finding("quantize", "data = CPU", _same_bytes(q, expected[0]))
-    yield finding("quantize", "scales = CPU", _same_bytes(q_scale, expected[1]))
-
-    poisoned = torch.full_like(q_scale, 0xA5)
-    z, z_scale = ops.einsum_fp8_sfd128x4(*a_there, scale_span=span, x_span=span, out=(torch.empty_like(q), poisoned))
-    yield finding("einsum", "fused data = quantised BF16 z", _same_bytes(z, q))
-    yield finding("einsum", "fused scales = quantised BF16 z", _same_bytes(z_scale, q_scale))
-    clean = layouts.f8_128x4_padding_is_zero(z_scale.cpu(), case.tokens, q.shape[1] // 32)
-    yield finding("einsum", "padding is 0x00", (clean, "" if clean else "padding bytes written"))
-
-    b_there = (there["wo_b"], there["wo_b_scale"])
-    y = ops.mxfp8_gemm_wo_b(q, q_scale, *b_there, z_span=span)
-    y_host = ops.mxfp8_gemm_wo_b(q.cpu(), q_scale.cpu(), host["wo_b"], host["wo_b_scale"], z_span=span)
-    yield finding("gemm", "y ~ CPU", _near(y, y_host))
-
-    whole = {
-        path: ops.o_proj(*a_there, *b_there, path=path, scale_span=span, x_span=span) for path in ("fused", "unfused")
-    }
-    yield finding("o_proj", "fused = unfused", _same_bytes(whole["fused"], whole["unfused"]))
-    yield finding("o_proj", "fused ~ einsum, GEMM", _near(whole["fused"], y))
-    from_attn = ops.o_proj_from_attn(
-        there["attn"], there["positions"], there["cos_sin"], there["wo_a"], there["wo_a_scale"], *b_there,
-        groups=case.groups, scale_span=span,
-    )  # fmt: skip
-    yield finding("o_proj", "from attention = from x", _same_bytes(from_attn, whole["fused"]))
-
-
-def run(cases: tuple[Case, ...], device: torch.device) -> list[Finding]:
-    """All comparisons; a kernel that raises counts as a failed finding of its family."""
-    findings: list[Finding] = []
-    for seed, case in enumerate(cases):
-        try:
-            findings += compare(case, device, seed)
-        except (RuntimeError, ValueError) as error:
-            findings.append(Finding("o_proj", "runs", case, False, str(error)))
-    return findings
-
-
-# ---- first use -----------------------------------------------------------------------------------------------------
+def prepare_device(device: torch.device | str | int | None = None) -> None:
+    """Loads the kernels for a CUDA device and runs the first-use check now: before a capture, or before a server takes
+    requests. Later calls return at once. Does nothing for other devices; RuntimeError says why kernels cannot run."""
+    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+    if device.type != "cuda":
+        return
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    _C.cuda_prepare(index)
+    if index not in _states:
+        with torch.cuda.device(index):
+            _ensure_checked(index)
 
 
 def before_call(op: str, tensor: torch.Tensor) -> None:
@@ -214,11 +164,9 @@ def before_call(op: str, tensor: torch.Tensor) -> None:
     index = tensor.device.index
     state = _states.get(index)
     if state is None:
-        if torch.cuda.is_current_stream_capturing():
-            return  # cannot compare inside a capture; the next call outside one will
-        state = _states[index] = _State()  # set first: the check itself calls the front ends
-        if os.environ.get(ENV, "1") != "0":
-            _first_use(index, state)
+        state = _ensure_checked(index)
+        if state is None:
+            return
     if op in state.disabled:
         raise RuntimeError(f"{op}: disabled on cuda:{index} after a failed self-check: {state.disabled[op]}")
 
@@ -228,31 +176,84 @@ def disabled_ops(index: int) -> dict[str, str]:
     return dict(_states[index].disabled) if index in _states else {}
 
 
-def _first_use(index: int, state: _State) -> None:
+def _ensure_checked(index: int) -> _State | None:
+    """The device's state, after the check if this is its first use; None while a capture forbids comparing."""
+    if torch.cuda.is_current_stream_capturing():
+        return None  # the next call outside the capture will
+    state = _states[index] = _State()
     device = torch.device("cuda", index)
-    failed = [f for f in run(QUICK, device) if not f.ok]
+    unproven = selector.unproven(selector.device_key(device))
+    if unproven:
+        logger.warning(
+            "vllm_megaattn: cuda:%d (%s): its kernels %s. Please run `python -m vllm_megaattn check` and report the "
+            "output, good or bad (docs/blackwell.md).",
+            index, _name(device), unproven,
+        )  # fmt: skip
+    if os.environ.get(ENV, "1") != "0":
+        _first_use(device, state)
+    return state
+
+
+def _first_use(device: torch.device, state: _State) -> None:
+    key = selector.device_key(device)
+    begin = time.perf_counter()
+    try:
+        findings = run(cases_for(key, quick=True), device)
+    except torch.OutOfMemoryError as error:
+        warnings.warn(f"vllm_megaattn: {device} is not checked: {error}", RuntimeWarning, stacklevel=5)
+        return
+    state.milliseconds = 1e3 * (time.perf_counter() - begin)
+    failed = [f for f in findings if not f.ok]
     if not failed:
         return
-    for finding in failed:
-        for op in FAMILIES[finding.family]:
-            state.disabled.setdefault(op, f"{finding.what} ({finding.case}): {finding.detail}")
-    path = write_report(failed, device)
+    apply_findings(failed, key, state)
+    path = write_report(findings, device)
+    taken = [f"{unit} (others take over)" for unit in state.replaced] + sorted(state.disabled)
     warnings.warn(
-        f"vllm_megaattn: {torch.cuda.get_device_name(index)} gave wrong results for "
-        f"{', '.join(sorted({f.family for f in failed}))}; disabled: {', '.join(sorted(state.disabled))}. Please report "
-        f"it and attach {path} and the output of `python -m vllm_megaattn check`.",
+        f"vllm_megaattn: {_name(device)} gave wrong results for "
+        f"{', '.join(sorted({f'{f.case.unit} {f.family}' for f in failed}))}; no longer used: {', '.join(taken)}. "
+        f"Please report it and attach {path} and the output of `python -m vllm_megaattn check`.",
         RuntimeWarning,
-        stacklevel=4,
+        stacklevel=5,
     )
+
+
+def apply_findings(failed: list[Finding], key: str, state: _State) -> None:
+    """Takes what failed out of use: by others that do the same where there are any, else by disabling ops."""
+    for unit in dict.fromkeys(f.case.unit for f in failed):
+        mine = [f for f in failed if f.case.unit == unit]
+        why = "; ".join(f"{f.what} ({f.case}): {f.detail}" for f in mine[:3])
+        families = {f.family for f in mine}
+        if unit in REPLACEABLE:
+            _C.set_flags(_C.get_flags() | REPLACEABLE[unit])
+            state.replaced[unit] = why
+            families &= {"inv_rope", "quantize"}  # the unit only carried these
+        elif unit == "cuBLASLt":
+            selector.disable_wo_b("cublaslt", f"cuBLASLt failed the self-check: {why}")
+            state.replaced[unit] = why
+            families = set()
+        elif key in ("sm100", "sm103") and "gemm" in families and "einsum" not in families:
+            selector.disable_wo_b("own", f"the package's own wo_b kernel failed the self-check: {why}")
+            state.replaced["own wo_b"] = why
+            families -= {"gemm", "o_proj"}
+        for family in families:
+            for op in FAMILIES[family]:
+                state.disabled.setdefault(op, why)
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
 def write_report(findings: list[Finding], device: torch.device) -> Path:
     """A text file with the findings and versions, for a bug report."""
-    from vllm_megaattn import _C
-
-    lines = [f"device {torch.cuda.get_device_name(device)}", f"torch {torch.__version__}", f"build {_C.build_info()}"]
+    lines = [
+        f"device {_name(device)}",
+        f"torch {torch.__version__} CUDA {torch.version.cuda}",
+        f"build {_C.build_info()}",
+    ]
     lines += [f"{'ok  ' if f.ok else 'FAIL'} {f.family:9} {f.what:34} {f.case} {f.detail}" for f in findings]
-    handle, name = tempfile.mkstemp(prefix="vllm_megaattn_check_", suffix=".txt")
+    handle, path = tempfile.mkstemp(prefix="vllm_megaattn_check_", suffix=".txt")
     with os.fdopen(handle, "w") as file:
         file.write("\n".join(lines) + "\n")
-    return Path(name)
+    return Path(path)

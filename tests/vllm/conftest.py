@@ -111,8 +111,7 @@ def layers(world, checkpoint):
     def get(served: bool = True, tp: int = 1, rank: int = 0, cls: type | None = None):
         key = (served, tp, rank, cls)
         if key not in made:
-            if served:
-                register()
+            register() if served else unregister()  # vLLM itself loads an installed plugin
             made[key] = world.make("v41", checkpoint, tp=tp, rank=rank, cls=cls)
             unregister()
         return made[key]
