@@ -165,8 +165,10 @@ class Weight:
     scale: Slot
 
 
-def _weight(case: Case, arena: Arena, seed: int, groups: int, rows: int, cols: int) -> Weight:
-    """wo_b is the case with one group and two dimensions on the device."""
+def _weight(case: Case, arena: Arena, seed: int, groups: int | None, rows: int, cols: int) -> Weight:
+    """wo_a [G, N, K]; groups None: wo_b, two dimensions on the device."""
+    dims = slice(0 if groups else 1, 3)
+    groups = groups or 1
     form = case.weights
     shape = (groups, rows, cols)
     stride = (rows * cols, cols, 1)
@@ -179,7 +181,6 @@ def _weight(case: Case, arena: Arena, seed: int, groups: int, rows: int, cols: i
     num_cols = 1 if form == "wide" else cols // 32
     blocks = uneven_scales(groups * -(-rows // per_row), num_cols, 112).view(groups, -1, num_cols)
     linear = layouts.expand_blocks(blocks, rows, cols, (per_row, cols // num_cols))
-    dims = slice(0, 3) if groups > 1 or case.part == "einsum" else slice(1, 3)
     slot = Slot(place.offset, count, E4M3, shape[dims], stride[dims])
     if form == "rows" or (form == "tiled" and dims.start == 0):
         words = layouts.to_packed(linear)
@@ -243,7 +244,7 @@ def prepare(case: Case, arena: Arena, seed: int) -> Prepared:
         p.host["q_linear"] = uneven_scales(distinct, columns // case.span, 118).repeat_interleave(case.span // 32, 1)
         p.slots["q_scale"] = arena.put(layouts.to_f8_128x4(p.host["q_linear"][repeat]))
     if case.part in ("chain", "gemm"):
-        p.weights["wo_b"] = _weight(case, arena, 2 * seed + 1, 1, case.hidden, columns)
+        p.weights["wo_b"] = _weight(case, arena, 2 * seed + 1, None, case.hidden, columns)
         p.slots["y"] = arena.out((tokens, case.hidden), torch.bfloat16)
     if case.part == "chain":
         for way in ("fused", "unfused", "attn"):

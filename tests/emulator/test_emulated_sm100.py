@@ -78,6 +78,14 @@ def test_gemm_reads_f8_128x4(blackwell, rng, form):
     check(blackwell, make_matmul(rng, 140, 1, 384, 512, x_span=32, weights="32x32", tiled=True), 0, form)
 
 
+@pytest.mark.parametrize("groups", [1, 2, 8])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_gemm(blackwell, rng, tokens, groups):
+    """wo_b behind that many groups, the forms in turn; a hidden size that no tile divides."""
+    form = list(FORMS)[(TOKENS.index(tokens) + groups) % 3]
+    check(blackwell, make_matmul(rng, tokens, 1, 160, 128 * groups, x_span=32, weights="32x32", tiled=True), 0, form)
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("tokens", [5, 140])
 def test_strided_inputs(blackwell, rng, tokens, form):
