@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from vllm_megaattn import selector
+
 PREFIX = "vllm_megaattn: "
 
 
@@ -21,6 +23,12 @@ def is_first_rank() -> bool:
     """True in a process without torch.distributed, else on rank 0."""
     dist = torch.distributed
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
+def kernels_text(choice: selector.Choice, device_key: str) -> str:
+    """"fused on sm90"; kernels that have not run on the hardware are called so, since this is what a user reads."""
+    doubt = ", kernels that have never run on this hardware" if selector.unproven(device_key) else ""
+    return f"{choice.path} on {device_key}{doubt}"
 
 
 @dataclass

@@ -20,7 +20,7 @@ import torch
 
 from vllm_megaattn.engines import common
 from vllm_megaattn.engines.gates import LayerFacts, Refusal, choice_for, first_refusal
-from vllm_megaattn.engines.report import Reporter, Served
+from vllm_megaattn.engines.report import Reporter, Served, kernels_text
 from vllm_megaattn.engines.sglang import forward, gates, upstream
 from vllm_megaattn.engines.sglang.state import ATTRIBUTE, BLACKWELL, HOPPER, MEGA, LayerState, Plan
 from vllm_megaattn.engines.sglang.weights import SCALE_NAME, LiveWeight, watch_loaders
@@ -171,7 +171,7 @@ def attach(attention: torch.nn.Module, decision: Decision, model: ModuleType, re
     state = LayerState(
         plan=plan,
         choice=choice,
-        record=Served(facts.layer, f"{choice.path} on {facts.device_key}", plan.detail),
+        record=Served(facts.layer, kernels_text(choice, facts.device_key), plan.detail),
         reporter=reporter,
         groups=facts.groups or 0,
         wo_a=weight("wo_a", reblock=True, interleaved=plan.mega),

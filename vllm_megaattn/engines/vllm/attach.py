@@ -10,7 +10,7 @@ import torch
 
 from vllm_megaattn.engines import common
 from vllm_megaattn.engines.gates import LayerFacts, choice_for, first_refusal
-from vllm_megaattn.engines.report import Reporter, Served
+from vllm_megaattn.engines.report import Reporter, Served, kernels_text
 from vllm_megaattn.engines.vllm import gates, upstream
 from vllm_megaattn.engines.vllm.state import ATTRIBUTE, BLACKWELL, HOPPER, MEGA, SM12X, LayerState, Plan
 from vllm_megaattn.engines.weights import KeptWeight
@@ -46,7 +46,7 @@ def attach(
         return
     plan = plan_for(target, facts)
     choice = choice_for(facts)
-    record = Served(facts.layer, f"{choice.path} on {facts.device_key}", plan.detail)
+    record = Served(facts.layer, kernels_text(choice, facts.device_key), plan.detail)
     state = LayerState(plan, choice, record, reporter)
     if facts.batch_invariant:
         common.request_batch_invariance()
