@@ -88,12 +88,14 @@ TABLE = (
         0,
         0,
         (),
-        "no kernel yet for SM12x; o_proj dequantises and runs torch's BF16 products instead",
+        "no kernel yet for SM12x",
         dequantises=True,
     ),
     Row(("sm89",), None, (), 0, 0, (), "no kernel yet for Ada"),
     Row(("sm80", "sm86", "sm87"), None, (), 0, 0, (), "no kernel yet for Ampere, which has no FP8 conversion"),
 )
+
+DEQUANTISES = "o_proj dequantises and runs torch's BF16 products instead"
 
 _KNOWN = ", ".join(key for row in TABLE if row.backend and row.backend != "meta" for key in row.devices)
 
@@ -128,7 +130,7 @@ def _decide(device_key: str, rank: int, requested: str, recipe: str, consumer: s
     if requested == "dequantised" and (row.backend or row.dequantises):
         return Choice("dequantised", "torch", "requested; torch's BF16 products on dequantised operands"), ""
     if requested == "auto" and row.dequantises:
-        return Choice("dequantised", "torch", row.note), ""
+        return Choice("dequantised", "torch", f"{row.note}; {DEQUANTISES}"), ""
     if row.backend is None:
         return None, f"{row.note} ({device_key}); there are kernels for {_KNOWN}"
     gap = _build_gap(row)
@@ -259,6 +261,12 @@ def explain(device_key: str, *, ranks: tuple[int, ...] = (1024, 96)) -> list[dic
     return rows
 
 
+def dequantises(device_key: str) -> bool:
+    """Whether "auto" takes the dequantised path on this device, for want of kernels."""
+    row = _find_row(device_key)
+    return row is not None and row.dequantises
+
+
 def unproven(device_key: str) -> str:
     """What has not been shown of this device's kernels, or "": a phrase that goes on from "the kernels for ..."."""
     row = _find_row(device_key)
@@ -328,7 +336,7 @@ def _decide_wo_b(device_key: str, requested: str) -> tuple[Route | None, str]:
         if requested == "cublaslt":
             return None, "only datacenter Blackwell has that route"
         if row is not None and row.backend is None:
-            return Route("torch", row.note), ""
+            return Route("torch", f"{row.note}; {DEQUANTISES}" if row.dequantises else row.note), ""
         return Route("own", "the package's own kernel, the only route there"), ""
     if requested in _disabled_routes:
         return None, _disabled_routes[requested]

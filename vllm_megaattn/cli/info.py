@@ -87,6 +87,8 @@ def _devices() -> list[dict[str, object]]:
         if not gap:
             usable, status = _C.cuda_status(index)
             gap = "" if usable else status
+        if selector.dequantises(key):
+            gap = f"{gap}; {selector.DEQUANTISES}"
         name = torch.cuda.get_device_name(index)
         devices.append({"device": f"cuda:{index}", "name": name, "key": key, "usable": not gap, "reason": gap})
     return devices
@@ -101,6 +103,8 @@ def _backends(present: dict[str, None]) -> list[dict[str, object]]:
         gap = selector.backend_gap(row.devices[0])
         if not gap and not any(key in present for key in row.devices):
             gap = cuda_gap() or "no such device here"
+        if row.dequantises:
+            gap = f"{gap}; {selector.DEQUANTISES}"
         rows.append({"devices": list(row.devices), "usable": not gap, "reason": gap or row.note})
     return rows
 
