@@ -35,6 +35,9 @@ E4M3 = torch.float8_e4m3fn
 # 32 writes what any other quantiser would; a wider span is still valid MXFP8 and lets Hopper promote less often.
 _PREFERRED_SPAN = {"sm90": 256}
 
+# Up to so many tokens the GPU kernels that read their weights once are used (csrc/cuda/cuda_backend.c).
+_MAX_DECODE_TOKENS = 64
+
 
 # ---- argument handling ---------------------------------------------------------------------------------------------
 
@@ -382,7 +385,11 @@ def _projection_buffers(
     scale_span: int | None,
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool, int]:
-    """Chooses the path; allocates what lies between the kernels (z, its scales, BF16 z, empty when fused) and y."""
+    """Chooses the path; allocates what lies between the kernels (z, its scales, BF16 z) and y.
+
+    BF16 z is what the unfused path is about. The fused path on a GPU gets room for it when tokens are few: kernels that
+    read their weights once may quantise it in place of writing z quantised (csrc/cuda/sm90_decode.h).
+    """
     rows = _rows_of(op, "wo_a", wo_a, groups)
     _require_dims(op, "wo_b", wo_b, (2,), "[N, K]")
     _require_dims(op, "wo_a_scale", wo_a_scale, (1, 2, 3), "[G, N/r, K/c] or [G*N/r, K/c]")
@@ -394,7 +401,8 @@ def _projection_buffers(
     else:
         _require_int(op, scale_span=scale_span)
     z, z_scale = _empty_mxfp8(tokens, groups * rows, device)
-    z_bf16 = torch.empty((0,) if fused else (tokens, groups, rows), dtype=torch.bfloat16, device=device)
+    has_bf16 = not fused or (device.type == "cuda" and tokens <= _MAX_DECODE_TOKENS)
+    z_bf16 = torch.empty((tokens, groups, rows) if has_bf16 else (0,), dtype=torch.bfloat16, device=device)
     if out is None:
         out = torch.empty((tokens, wo_b.shape[0]), dtype=torch.bfloat16, device=device)
     else:

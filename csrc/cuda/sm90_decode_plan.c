@@ -85,8 +85,10 @@ int mx_sm90_decode_complete(struct mx_sm90_decode_plan *plan, const struct mx_sm
     plan->x_stages = e4m3 ? ring_stages(plan->x_stages, share, plan->chains) : (int32_t)share;
     plan->trigger_span = (int32_t)min_i64(plan->trigger_span, share);
     plan->span_tiles = (int32_t)max_i64(shape->scale_span / (tiles * BLOCK_M), 1);
-    plan->cluster = (uint32_t)(plan->split * plan->span_tiles);
-    plan->tiles = (uint32_t)mx_ceil_div(mx_ceil_div(shape->num_rows, plan->tile_rows), plan->span_tiles);
+    plan->x_sharers = (int32_t)max_i64(plan->x_sharers, 1);
+    plan->cluster_tiles = (int32_t)max_i64(plan->span_tiles, plan->x_sharers);
+    plan->cluster = (uint32_t)(plan->split * plan->cluster_tiles);
+    plan->tiles = (uint32_t)mx_ceil_div(mx_ceil_div(shape->num_rows, plan->tile_rows), plan->cluster_tiles);
     plan->groups = (uint32_t)shape->num_groups;
     plan->block = (uint32_t)(128 * tiles * plan->chains + (e4m3 ? 64 : 32));
 
@@ -141,9 +143,19 @@ static void choose_cut(struct mx_sm90_decode_plan *plan, const struct mx_sm90_de
         plan->chains = 2;
         plan->tile_rows = BLOCK_M;
     }
+    if (shape->quantize_last) { /* whole blocks make up 256 columns */
+        plan->tile_rows = BLOCK_M;
+    }
     if (shape->scale_span != 0) { /* as many whole tiles as the blocks of a cluster can share a scale */
         plan->tile_rows = shape->scale_span / BLOCK_M * plan->split > MAX_CLUSTER ? 2 * BLOCK_M : BLOCK_M;
     }
+}
+
+/* Two neighbours along N load their activations together where these are a good part of the traffic from L2. Larger
+ * clusters than that do not all find room beside the previous kernel's blocks. */
+static bool shares_activations(const struct mx_sm90_decode_plan *plan, const struct mx_sm90_decode_shape *shape) {
+    return plan->from == MX_DECODE_FROM_E4M3 && plan->split == 1 && shape->scale_span <= plan->tile_rows &&
+           plan->n >= 16 && mx_ceil_div(shape->num_rows, plan->tile_rows) % 2 == 0;
 }
 
 /* Shortens the plan's rings, the larger one first, until they fit. */
@@ -191,6 +203,7 @@ int mx_sm90_decode_choose(struct mx_sm90_decode_plan *plan, const struct mx_sm90
         plan->w_in_flight = kernels[i].w_in_flight;
         plan->x_stages = kernels[i].x_stages;
         plan->trigger_span = kernels[i].trigger_span;
+        plan->x_sharers = shares_activations(plan, shape) ? 2 : 1;
         return fit_rings(plan, shape, err, n);
     }
     snprintf(err, n, "no decode kernel for %lld tokens, source %d, %d chains, split %d, %d rows",
@@ -198,15 +211,21 @@ int mx_sm90_decode_choose(struct mx_sm90_decode_plan *plan, const struct mx_sm90
     return MX_UNSUPPORTED;
 }
 
-struct mx_sm90_decode_route mx_sm90_decode_choose_route(int32_t wo_a_split, int64_t num_tokens) {
+struct mx_sm90_decode_route mx_sm90_decode_choose_route(int32_t wo_a_split, int64_t num_tokens, bool from_attention) {
     /* From chains measured on an H200 with 1, 8, 32 and 64 tokens. Quantising inside saves launches and costs time per
      * token; the crossing point between 1 and 8 tokens is interpolated. */
+    struct mx_sm90_decode_route route = {.quantize_last = from_attention};
     switch (wo_a_split) {
     case 1:
-        return (struct mx_sm90_decode_route){false, num_tokens <= 2, false};
+        route.quantize_inside = num_tokens <= 2;
+        break;
     case 2:
-        return (struct mx_sm90_decode_route){false, false, true};
+        route.mxfp8_z = true;
+        break;
     default:
-        return (struct mx_sm90_decode_route){num_tokens <= 4, num_tokens <= 4, true};
+        route.rope_inside = route.quantize_inside = num_tokens <= 4;
+        route.mxfp8_z = true;
+        break;
     }
+    return route;
 }
