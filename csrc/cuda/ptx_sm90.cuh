@@ -340,14 +340,6 @@ MX_DEVICE uint32_t load_global_u8(const uint8_t *p) {
     return v;
 }
 
-/* Adds, returns the value before; what this thread has seen written is visible to who sees the sum, and the other way
- * round. */
-MX_DEVICE uint32_t atomic_add_global(uint32_t *p, uint32_t v) {
-    uint32_t before;
-    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(v) : "memory");
-    return before;
-}
-
 /* ---- registers and conversions --------------------------------------------------------------------------- */
 
 /* Executed by a whole warpgroup; takes effect only in a kernel with a register cap (__launch_bounds__(threads, 1)). */

@@ -19,17 +19,6 @@ int mx_sm90_gemm_planned(const struct mx_cuda_device *dev, const struct mx_matmu
 int mx_sm90_quantize(const struct mx_cuda_device *dev, const struct mx_quantize *args, const struct mx_exec *exec);
 int mx_sm90_inv_rope(const struct mx_cuda_device *dev, const struct mx_inv_rope *args, const struct mx_exec *exec);
 
-/* Words in device memory that a kernel sets to 0 for the one after it: up to MX_MAX_COUNTERS, `stride` bytes apart. */
-struct mx_counters {
-    uint8_t *data;
-    int64_t count, stride;
-};
-#define MX_MAX_COUNTERS 128
-
-/* The same, and sets these words to 0. */
-int mx_sm90_inv_rope_and_clear(const struct mx_cuda_device *dev, const struct mx_inv_rope *args,
-                               const struct mx_counters *counters, const struct mx_exec *exec);
-
 /* Kernels for few tokens (T <= 64). MX_UNSUPPORTED says that the problem is not theirs, the tiled kernels then take it;
  * weak, because a build may leave them out. */
 __attribute__((weak, visibility("hidden"))) int mx_sm90_decode_matmul(const struct mx_matmul *args,

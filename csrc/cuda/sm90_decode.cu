@@ -65,13 +65,10 @@ MX_DEVICE void copy_weights(const CUtensorMap *w_map, const struct mx_sm90_decod
     }
 }
 
-/* Activation warp, one lane. Tokens past the last read as zero. Two blocks that share their activations copy one half
- * of each span to both: a slot is filled once it is empty in both, and full once both halves have come. */
+/* Activation warp, one lane. Tokens past the last read as zero. */
 template <class S>
 MX_DEVICE void copy_activations(const CUtensorMap *x_map, const struct mx_sm90_decode_params &p,
                                 const struct share &b) {
-    const int own_half = b.n_rank % 2;
-    const uint16_t both = 0x3u << (b.n_rank - own_half);
     struct ring r = {0, 1};
 #pragma unroll 1
     for (int span = 0; span < p.num_spans; span++) {
@@ -81,13 +78,8 @@ MX_DEVICE void copy_activations(const CUtensorMap *x_map, const struct mx_sm90_d
             mbarrier_wait(b.smem + X_EMPTY + 8 * r.slot, r.parity);
         }
         mbarrier_arrive_expect(full, S::N * MX_DECODE_SPAN);
-        if (p.x_sharers == 2) {
-            tma_load_3d_multicast(slot + own_half * S::N * SWIZZLE_BYTES, x_map, k + own_half * SWIZZLE_BYTES,
-                                  b.group, 0, full, both);
-        } else {
-            tma_load_3d(slot, x_map, k, b.group, 0, full);
-            tma_load_3d(slot + S::N * SWIZZLE_BYTES, x_map, k + SWIZZLE_BYTES, b.group, 0, full);
-        }
+        tma_load_3d(slot, x_map, k, b.group, 0, full);
+        tma_load_3d(slot + S::N * SWIZZLE_BYTES, x_map, k + SWIZZLE_BYTES, b.group, 0, full);
         ring_advance(&r, 1, p.x_stages);
     }
 }
@@ -161,7 +153,6 @@ template <class S>
 MX_DEVICE void multiply(float (&acc)[S::N / 2], const struct mx_sm90_decode_params &p, const struct share &b,
                         int tile, int chain) {
     const uint32_t half_bytes = p.tile_rows * SWIZZLE_BYTES;
-    const int last_refilled = p.x_sharers == 2 ? p.num_spans - p.x_stages : 0;
     struct ring w = {chain, 0}, x = {chain, 0};
     float partial[S::N / 2];
 #pragma unroll
@@ -184,9 +175,6 @@ MX_DEVICE void multiply(float (&acc)[S::N / 2], const struct mx_sm90_decode_para
             mbarrier_arrive(b.smem + W_EMPTY + 8 * w.slot);
             if (S::E4M3) {
                 mbarrier_arrive(b.smem + X_EMPTY + 8 * x.slot);
-                if (span < last_refilled) { /* NOTE: no more, or the neighbour could have left */
-                    mbarrier_arrive_remote(map_to_rank(b.smem + X_EMPTY + 8 * x.slot, b.n_rank ^ 1));
-                }
             }
         }
         promote<S>(acc, partial, b.smem + p.scales + span * S::N * 4);
@@ -242,9 +230,6 @@ MX_DEVICE void run_warpgroup(const struct mx_sm90_decode_params &p, const struct
     asm volatile("" : "+r"(w_bytes)); /* NOTE: keeps the wait for that load from moving up to the load */
     if (p.out_scale == NULL) {
         finish_bf16<S>(w_bytes, p, b);
-        if (p.z != NULL) {
-            quantize_if_last<S>(p, b);
-        }
     } else {
         finish_mxfp8<S>(w_bytes, p, b);
     }
@@ -256,7 +241,7 @@ template <class S> MX_DEVICE void init_barriers(const struct mx_sm90_decode_para
 #pragma unroll 1
         for (int i = 0; i < p.x_stages; i++) {
             mbarrier_init(b.smem + X_FULL + 8 * i, 1);
-            mbarrier_init(b.smem + X_EMPTY + 8 * i, 4 * S::TILES * p.x_sharers);
+            mbarrier_init(b.smem + X_EMPTY + 8 * i, 4 * S::TILES);
         }
     }
     mbarrier_init(b.smem + PARTS_FULL, 1);
@@ -276,7 +261,7 @@ MX_DEVICE void decode_matmul(const CUtensorMap *w_map, const CUtensorMap *x_map,
                              const struct mx_sm90_decode_source *source) {
     const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     const struct share b = find_share<S>(p);
-    const bool clustered = S::SPLIT || p.cluster_tiles > 1;
+    const bool clustered = S::SPLIT || p.span_tiles > 1;
 
     if (warp == S::WEIGHT_WARP) { /* waits for nobody */
         if (lane == 0) {
@@ -309,9 +294,6 @@ MX_DEVICE void decode_matmul(const CUtensorMap *w_map, const CUtensorMap *x_map,
             run_warpgroup<S>(p, scales, source, b, clustered);
         } else {
             named_barrier_sync(SCALES_BARRIER, S::MMA_THREADS + 32);
-            if (clustered) { /* the neighbour's barriers are ready */
-                cluster_wait();
-            }
             if (lane == 0) {
                 grid_dependency_wait();
                 copy_activations<S>(x_map, p, b);
@@ -321,7 +303,7 @@ MX_DEVICE void decode_matmul(const CUtensorMap *w_map, const CUtensorMap *x_map,
 
     /* Nobody leaves a cluster while another block may still read his shared memory */
     __syncwarp();
-    if (clustered && warp == S::WEIGHT_WARP) {
+    if (clustered && warp >= S::MMA_WARPS) {
         cluster_wait();
     }
     if (S::BULK) {
@@ -369,5 +351,6 @@ DECODE_E4M3( 8, 2, 2, true,  128x2_split)
 DECODE_E4M3(16, 2, 2, true,  128x2_split)
 DECODE_E4M3(32, 2, 2, true,  128x2_split)
 DECODE_E4M3(64, 2, 2, true,  128x2_split)
+DECODE_BF16( 8, 1, 2, false, 64x2,       bf16, MX_DECODE_FROM_BF16)
 DECODE_BF16( 8, 1, 4, false, 64x4,       bf16, MX_DECODE_FROM_BF16)
 DECODE_BF16( 8, 1, 2, true,  64x2_split, attn, MX_DECODE_FROM_ATTENTION)

@@ -41,7 +41,7 @@ static_assert(AMAX_FULL + 8 <= W_RING && W_RING % 1024 == 0, "tiles must start a
 /* This block's share of the problem. */
 struct share {
     uint32_t smem;
-    int k_rank, n_rank; /* in the cluster: of those that split K; of those along N */
+    int k_rank, n_rank; /* in the cluster: of those that split K; of those that share output scales */
     int row, group;     /* first weight row */
     int first_span;
     int first_token, owned_tokens; /* whose results this block finishes */
@@ -54,7 +54,7 @@ template <class S> MX_DEVICE struct share find_share(const struct mx_sm90_decode
     b.smem = smem_address(smem);
     b.k_rank = S::SPLIT ? blockIdx.x & ((1 << p.split_log2) - 1) : 0;
     b.n_rank = S::SPLIT ? blockIdx.x >> p.split_log2 : blockIdx.x;
-    b.row = (blockIdx.y * p.cluster_tiles + b.n_rank) * p.tile_rows;
+    b.row = (blockIdx.y * p.span_tiles + b.n_rank) * p.tile_rows;
     b.group = blockIdx.z;
     b.first_span = b.k_rank * p.num_spans;
     b.first_token = b.k_rank << p.owned_log2;

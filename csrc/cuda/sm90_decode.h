@@ -62,9 +62,7 @@ struct mx_sm90_decode_params {
 
     int32_t split_log2;           /* blocks that share K: 1, 2, 4 or 8 */
     int32_t owned_log2;           /* tokens a block finishes: N / split */
-    int32_t cluster_tiles;        /* blocks of a cluster along N */
-    int32_t x_sharers;            /* so many of them load their activations together: 1 or 2 */
-    int32_t span_tiles;           /* and so many share a scale of the output: 1 or cluster_tiles */
+    int32_t span_tiles;           /* blocks along N that share a scale of the output */
     int32_t scale_span;           /* of the output: 32, 128 or 256 */
     int32_t num_tokens, num_rows; /* T, and N of one group */
 
@@ -75,19 +73,7 @@ struct mx_sm90_decode_params {
     uint32_t out_stride_token, out_stride_group;
     uint8_t *out_scale;    /* F8_128x4, or NULL */
     int32_t num_col_tiles; /* of out_scale: ceil(G * N / 128) */
-
-    /* BF16 output that is quantised by the last block to finish 256 columns of it; NULL: it is left as it is. That
-     * block is found by counting, in the word of z_scale that belongs to row 127 of the columns' first tile. It is
-     * zero at the start, and at the end as the padding it is. */
-    uint8_t *z; /* e4m3 [T, G * N] */
-    uint32_t z_stride_token;
-    uint8_t *z_scale;      /* F8_128x4 */
-    uint32_t num_arrivals; /* blocks that have a part in 256 columns */
 };
-
-/* Address of that word of the 256 columns from 256 * s; T <= 64 leaves the row free. */
-#define MX_DECODE_COUNTER_STRIDE (2 * MX_TILE_BYTES)
-#define MX_DECODE_COUNTER_OFFSET (MX_TILE_BYTES - 4)
 
 /* Activations that are e4m3 already. The byte of (token t, span s) lies at
  * x_scale + s * stride_span + (t % 32) * stride_row + (t / 32) * stride_row_32, which covers packed words and
@@ -124,7 +110,6 @@ struct mx_sm90_decode_shape {
     int64_t num_tokens, num_groups, num_rows, k;
     int32_t from;       /* enum mx_sm90_decode_from */
     int32_t scale_span; /* of an e4m3 output; 0: BF16 output */
-    bool quantize_last; /* BF16 output that the last block of 256 columns quantises */
     int32_t smem_bytes; /* one block may ask for */
     bool one_chain;     /* the sum as the large-T kernels compute it */
 };
@@ -138,7 +123,7 @@ struct mx_sm90_decode_plan {
     int32_t w_stages, w_in_flight, x_stages;
     int32_t trigger_span;
 
-    int32_t num_spans, cluster_tiles, x_sharers, span_tiles;
+    int32_t num_spans, span_tiles;
     uint32_t tiles, groups, cluster, block;           /* grid {cluster, tiles, groups} */
     uint32_t x_ring, parts, scales, amax, smem_bytes; /* offsets in shared memory and its size */
 };
@@ -156,22 +141,14 @@ int mx_sm90_decode_choose(struct mx_sm90_decode_plan *plan, const struct mx_sm90
 /* The quickest way through the whole projection; all ways give the same bits. */
 struct mx_sm90_decode_route {
     bool rope_inside;     /* wo_a's kernel rotates and quantises the attention output itself */
-    bool quantize_inside; /* wo_b's kernel quantises the BF16 z itself */
-    bool quantize_last; /* wo_a's last block of 256 columns quantises them; the rotation's kernel clears the count */
-    bool mxfp8_z;       /* wo_a's blocks write z quantised, rather than in BF16 for a kernel that quantises it */
+    bool quantize_inside; /* wo_b's kernel quantises the BF16 z itself; else a kernel between does, which is quicker
+                           * than wo_a's blocks meeting for their scales */
 };
-struct mx_sm90_decode_route mx_sm90_decode_choose_route(int32_t wo_a_split, int64_t num_tokens, bool from_attention);
+struct mx_sm90_decode_route mx_sm90_decode_choose_route(int32_t wo_a_split, int64_t num_tokens);
 
-/* What a kernel does beside the product; all NULL: nothing. */
-struct mx_sm90_decode_ends {
-    const struct mx_inv_rope *rope;           /* the source for FROM_ATTENTION */
-    const struct mx_quantize *quantize_first; /* the source for FROM_BF16 */
-    const struct mx_quantize *quantize_last;  /* the last block of 256 columns quantises them; counters are zero */
-};
-
-/* Runs `args` by that plan. */
+/* Runs `args` by that plan. `rope` is the source for FROM_ATTENTION, `source` that for FROM_BF16; both NULL else. */
 int mx_sm90_decode_run(const struct mx_sm90_decode_plan *plan, const struct mx_matmul *args,
-                       const struct mx_sm90_decode_ends *ends, const struct mx_exec *exec);
+                       const struct mx_inv_rope *rope, const struct mx_quantize *source, const struct mx_exec *exec);
 
 #ifdef __cplusplus
 }

@@ -178,56 +178,6 @@ MX_DEVICE void finish_bf16(uint32_t w_bytes, const struct mx_sm90_decode_params 
     }
 }
 
-/* The block that is the last to finish its 256 columns quantises them: a warp per token, 8 columns a lane, several
- * tokens at once. No block waits for another. */
-template <class S> MX_DEVICE void quantize_if_last(const struct mx_sm90_decode_params &p, const struct share &b) {
-    constexpr int COUNT = S::N >= 32 ? 4 : 1;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const uint32_t first_row = b.row / MX_DECODE_SPAN * MX_DECODE_SPAN;
-    const uint32_t first_col = b.group * p.num_rows + first_row;
-    const uint8_t *from = p.out + (b.group * p.out_stride_group + first_row * 2 + lane * 16);
-    uint8_t *to = p.z + (first_col + lane * MX_COLS_PER_LANE);
-    uint8_t *scales = p.z_scale + first_col / MX_DECODE_SPAN * MX_DECODE_COUNTER_STRIDE;
-    const uint32_t verdict = b.smem + p.amax;
-
-    named_barrier_sync(MMA_BARRIER, S::MMA_THREADS); /* all of the block's results are stored */
-    if (threadIdx.x == 0) {
-        store_shared_u32(verdict, atomic_add_global((uint32_t *)(scales + MX_DECODE_COUNTER_OFFSET), 1));
-    }
-    named_barrier_sync(MMA_BARRIER, S::MMA_THREADS);
-    if (load_shared_u32(verdict) != p.num_arrivals - 1) {
-        return;
-    }
-#pragma unroll 1
-    for (int first = warp; first < p.num_tokens; first += COUNT * S::MMA_WARPS) {
-        uint4 values[COUNT];
-#pragma unroll
-        for (int u = 0; u < COUNT; u++) {
-            const int token = min(first + u * S::MMA_WARPS, p.num_tokens - 1);
-            values[u] = load_global_stream_v4(from + token * p.out_stride_token);
-        }
-#pragma unroll
-        for (int u = 0; u < COUNT; u++) {
-            const int token = first + u * S::MMA_WARPS;
-            uint32_t word;
-            const uint2 bytes = quantize_8<MX_DECODE_SPAN>(values[u], &word);
-            if (token < p.num_tokens) {
-                *(uint2 *)(to + token * p.z_stride_token) = bytes;
-                if (lane % 16 == 0) {
-                    *(uint32_t *)(scales + lane / 16 * MX_TILE_BYTES + token % 32 * 16 + token / 32 * 4) = word;
-                }
-            }
-        }
-    }
-#pragma unroll 1
-    for (int i = threadIdx.x; i < 2 * MX_TILE_ROWS; i += S::MMA_THREADS) { /* rows of no token, the counter too */
-        const int row = i % MX_TILE_ROWS;
-        if (row >= p.num_tokens) {
-            *(uint32_t *)(scales + i / MX_TILE_ROWS * MX_TILE_BYTES + row % 32 * 16 + row / 32 * 4) = 0;
-        }
-    }
-}
-
 /* Byte of F8_128x4 for a token below 128 and a block column. */
 MX_DEVICE uint8_t *scale_byte(const struct mx_sm90_decode_params &p, uint32_t token, uint32_t col) {
     return p.out_scale + (col / MX_TILE_COLS * MX_TILE_BYTES + token % 32 * 16 + token / 32 * 4 + col % MX_TILE_COLS);

@@ -34,8 +34,6 @@ static struct mx_sm90_decode_params matmul_params(const struct mx_sm90_decode_pl
         .amax = plan->amax,
         .split_log2 = log2_of(plan->split),
         .owned_log2 = log2_of(plan->n / plan->split),
-        .cluster_tiles = plan->cluster_tiles,
-        .x_sharers = plan->x_sharers,
         .span_tiles = plan->span_tiles,
         .scale_span = (int32_t)args->scale_span,
         .num_tokens = (int32_t)args->num_tokens,
@@ -132,7 +130,7 @@ static int encode_activations(CUtensorMap *map, const struct mx_matmul *args, in
 }
 
 int mx_sm90_decode_run(const struct mx_sm90_decode_plan *plan, const struct mx_matmul *args,
-                       const struct mx_sm90_decode_ends *ends, const struct mx_exec *exec) {
+                       const struct mx_inv_rope *rope, const struct mx_quantize *source, const struct mx_exec *exec) {
     static const char *const from_names[] = {"e4m3", "bf16", "attn"};
     const struct mx_cuda_device *dev = mx_cuda_device(exec->device_index, exec->err, exec->err_bytes);
     struct mx_sm90_decode_params params = matmul_params(plan, args);
@@ -153,12 +151,6 @@ int mx_sm90_decode_run(const struct mx_sm90_decode_plan *plan, const struct mx_m
     if (code != MX_OK) {
         return code;
     }
-    if (ends->quantize_last != NULL) {
-        params.z = ends->quantize_last->q;
-        params.z_stride_token = (uint32_t)ends->quantize_last->q_stride_token;
-        params.z_scale = ends->quantize_last->q_scale;
-        params.num_arrivals = (uint32_t)(MX_DECODE_SPAN / plan->tile_rows * plan->split);
-    }
     snprintf(kernel, sizeof kernel, "mx_sm90_decode_%s_%dx%d%s_%d", from_names[plan->from],
              plan->tile_rows > 64 ? 128 : 64, plan->chains, plan->split > 1 ? "_split" : "", plan->n);
     if (plan->from == MX_DECODE_FROM_E4M3) {
@@ -168,7 +160,7 @@ int mx_sm90_decode_run(const struct mx_sm90_decode_plan *plan, const struct mx_m
         pointers[3] = &scales;
         code = encode_activations(&x_map, args, plan->n, exec);
     } else {
-        from = ends->rope != NULL ? attention_source(ends->rope) : matrix_source(ends->quantize_first);
+        from = rope != NULL ? attention_source(rope) : matrix_source(source);
     }
     return code == MX_OK ? mx_cuda_launch(dev, &launch, exec) : code;
 }
@@ -258,18 +250,9 @@ static bool can_quantize_inside(const struct mx_quantize *z) {
     return can_read_bf16(z->z, z->num_tokens, z->z_stride_token, z->num_groups, z->z_stride_group, z->scale_span);
 }
 
-/* Whether wo_a's last blocks can quantise z: what can_quantize_inside asks, and rows of 256 columns that one group
- * fills, stored 8 bytes at a time. */
-static bool can_quantize_last(const struct mx_quantize *z, const struct mx_matmul *a) {
-    const int64_t token = z->num_tokens > 1 ? z->q_stride_token : 0;
-    return can_quantize_inside(z) && a->num_rows % MX_DECODE_SPAN == 0 &&
-           z->num_cols / MX_DECODE_SPAN <= MX_MAX_COUNTERS && ((uintptr_t)z->q | (uintptr_t)token) % 8 == 0 &&
-           (uintptr_t)z->q_scale % 4 == 0 && z->num_tokens * token + z->num_cols <= UINT32_MAX;
-}
-
 /* ---- the backend's functions ----------------------------------------------------------------------------- */
 
-static int choose(struct mx_sm90_decode_plan *plan, const struct mx_matmul *args, int32_t from, bool quantize_last,
+static int choose(struct mx_sm90_decode_plan *plan, const struct mx_matmul *args, int32_t from,
                   const struct mx_cuda_device *dev, const struct mx_exec *exec) {
     const struct mx_sm90_decode_shape shape = {
         .num_tokens = args->num_tokens,
@@ -278,7 +261,6 @@ static int choose(struct mx_sm90_decode_plan *plan, const struct mx_matmul *args
         .k = args->k,
         .from = from,
         .scale_span = args->out_e4m3 != NULL ? (int32_t)args->scale_span : 0,
-        .quantize_last = quantize_last,
         .smem_bytes = dev->smem_bytes,
         .one_chain = (exec->flags & MX_FLAG_BATCH_INVARIANT) != 0,
     };
@@ -290,9 +272,9 @@ int mx_sm90_decode_matmul(const struct mx_matmul *args, const struct mx_exec *ex
     struct mx_sm90_decode_plan plan;
     int code = dev != NULL ? check_matmul(args, exec) : MX_FAILED;
     if (code == MX_OK) {
-        code = choose(&plan, args, MX_DECODE_FROM_E4M3, false, dev, exec);
+        code = choose(&plan, args, MX_DECODE_FROM_E4M3, dev, exec);
     }
-    return code == MX_OK ? mx_sm90_decode_run(&plan, args, &(struct mx_sm90_decode_ends){0}, exec) : code;
+    return code == MX_OK ? mx_sm90_decode_run(&plan, args, NULL, NULL, exec) : code;
 }
 
 /* wo_a with BF16 z where the quantiser expects it. */
@@ -314,56 +296,40 @@ int mx_sm90_decode_o_proj(const struct mx_o_proj *args, const struct mx_exec *ex
     const bool fused = a.out_e4m3 != NULL;
     const struct mx_quantize *bf16_z = /* where BF16 z may go */
         args->quantize != NULL && args->quantize->num_groups == a.num_groups ? args->quantize : NULL;
+    const bool mxfp8_z = fused && bf16_z == NULL;
     int code = dev != NULL ? MX_OK : MX_FAILED;
     if (code != MX_OK || (code = check_matmul(&a, exec)) != MX_OK || (code = check_matmul(args->b, exec)) != MX_OK ||
-        (code = choose(&a_plan, &a, MX_DECODE_FROM_E4M3, false, dev, exec)) != MX_OK ||
-        (code = choose(&b_plan, args->b, MX_DECODE_FROM_E4M3, false, dev, exec)) != MX_OK) {
+        (code = choose(&a_plan, &a, MX_DECODE_FROM_E4M3, dev, exec)) != MX_OK ||
+        (code = choose(&b_plan, args->b, MX_DECODE_FROM_E4M3, dev, exec)) != MX_OK) {
         return code;
     }
 
     /* The quickest route that these arguments allow. Unfused, z is quantised by a kernel of its own. */
-    route = mx_sm90_decode_choose_route(a_plan.split, a.num_tokens, args->rope != NULL);
+    route = mx_sm90_decode_choose_route(a_plan.split, a.num_tokens);
     route.quantize_inside = route.quantize_inside && fused && bf16_z != NULL && can_quantize_inside(bf16_z) &&
-                            choose(&inside, args->b, MX_DECODE_FROM_BF16, false, dev, exec) == MX_OK;
+                            choose(&inside, args->b, MX_DECODE_FROM_BF16, dev, exec) == MX_OK;
     if (route.quantize_inside) {
         b_plan = inside;
     }
-    route.quantize_last =
-        route.quantize_last && fused && bf16_z != NULL && !route.quantize_inside && can_quantize_last(bf16_z, &a);
-    route.mxfp8_z = fused && !route.quantize_inside && !route.quantize_last && (route.mxfp8_z || bf16_z == NULL);
-    if (fused && !route.mxfp8_z) {
+    if (fused && !mxfp8_z) {
         a = write_bf16(&a, bf16_z);
         if ((code = check_output(&a, exec)) != MX_OK ||
-            (code = choose(&a_plan, &a, MX_DECODE_FROM_E4M3, route.quantize_last, dev, exec)) != MX_OK) {
+            (code = choose(&a_plan, &a, MX_DECODE_FROM_E4M3, dev, exec)) != MX_OK) {
             return code;
         }
     }
-    route.rope_inside = route.rope_inside && args->rope != NULL && !route.quantize_last &&
-                        can_rope_inside(args->rope) &&
-                        choose(&inside, &a, MX_DECODE_FROM_ATTENTION, false, dev, exec) == MX_OK;
+    route.rope_inside = route.rope_inside && args->rope != NULL && can_rope_inside(args->rope) &&
+                        choose(&inside, &a, MX_DECODE_FROM_ATTENTION, dev, exec) == MX_OK;
     if (route.rope_inside) {
         a_plan = inside;
-    } else if (args->rope != NULL) {
-        const struct mx_counters counters = {
-            .data = route.quantize_last ? bf16_z->q_scale + MX_DECODE_COUNTER_OFFSET : NULL,
-            .count = route.quantize_last ? bf16_z->num_cols / MX_DECODE_SPAN : 0,
-            .stride = MX_DECODE_COUNTER_STRIDE,
-        };
-        if ((code = mx_sm90_inv_rope_and_clear(dev, args->rope, &counters, exec)) != MX_OK) {
-            return code;
-        }
+    } else if (args->rope != NULL && (code = mx_sm90_inv_rope(dev, args->rope, exec)) != MX_OK) {
+        return code;
     }
 
-    code = mx_sm90_decode_run(&a_plan, &a,
-                              &(struct mx_sm90_decode_ends){.rope = route.rope_inside ? args->rope : NULL,
-                                                            .quantize_last = route.quantize_last ? bf16_z : NULL},
-                              exec);
-    if (code == MX_OK && !route.mxfp8_z && !route.quantize_inside && !route.quantize_last) {
+    code = mx_sm90_decode_run(&a_plan, &a, route.rope_inside ? args->rope : NULL, NULL, exec);
+    if (code == MX_OK && !mxfp8_z && !route.quantize_inside) {
         code = mx_sm90_quantize(dev, args->quantize, exec);
     }
-    return code == MX_OK
-               ? mx_sm90_decode_run(
-                     &b_plan, args->b,
-                     &(struct mx_sm90_decode_ends){.quantize_first = route.quantize_inside ? bf16_z : NULL}, exec)
-               : code;
+    return code == MX_OK ? mx_sm90_decode_run(&b_plan, args->b, NULL, route.quantize_inside ? bf16_z : NULL, exec)
+                         : code;
 }

@@ -85,9 +85,6 @@ MX_DEVICE void inv_rope_token(const struct mx_sm90_inv_rope_params &p) {
     grid_launch_dependents();
     grid_dependency_wait();
 
-    if (blockIdx.x == 0 && (int)threadIdx.x < p.num_counters) {
-        *(uint32_t *)(p.counters + threadIdx.x * p.counter_stride) = 0;
-    }
     const int64_t position = p.positions[token * p.positions_stride];
     struct head_column at = locate(p, first_col);
 #pragma unroll

@@ -47,10 +47,6 @@ struct mx_sm90_inv_rope_params {
     int32_t k;
     int32_t order; /* enum mx_rope_order */
     int32_t cache; /* enum mx_rope_cache */
-
-    uint8_t *counters; /* words that are set to 0, counter_stride apart */
-    int32_t num_counters;
-    uint32_t counter_stride;
 };
 
 /* How a product is cut into tiles of a kernel's BLOCK_M tokens x BLOCK_N weight rows, per group. */

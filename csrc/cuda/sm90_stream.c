@@ -72,11 +72,6 @@ int mx_sm90_quantize(const struct mx_cuda_device *dev, const struct mx_quantize 
 }
 
 int mx_sm90_inv_rope(const struct mx_cuda_device *dev, const struct mx_inv_rope *args, const struct mx_exec *exec) {
-    return mx_sm90_inv_rope_and_clear(dev, args, &(struct mx_counters){0}, exec);
-}
-
-int mx_sm90_inv_rope_and_clear(const struct mx_cuda_device *dev, const struct mx_inv_rope *args,
-                               const struct mx_counters *counters, const struct mx_exec *exec) {
     const int64_t k = args->heads_per_group * args->head_dim;
     const struct mx_stream_plan plan = mx_plan_stream(args->num_tokens * args->num_groups, k, dev->num_sms);
     const int64_t many_tokens = args->num_tokens > 1, many_groups = args->num_groups > 1;
@@ -112,9 +107,6 @@ int mx_sm90_inv_rope_and_clear(const struct mx_cuda_device *dev, const struct mx
         .k = (int32_t)k,
         .order = args->order,
         .cache = args->cache,
-        .counters = counters->data,
-        .num_counters = (int32_t)counters->count,
-        .counter_stride = (uint32_t)counters->stride,
     };
     void *kernel_params[] = {&params};
     struct mx_cuda_launch launch = {

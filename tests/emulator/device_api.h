@@ -66,7 +66,6 @@ void matrix_store(uint32_t address, const uint32_t *d, uint32_t count, bool tran
 /* Global memory, checked like an ordinary access. */
 void global_load(const void *p, void *out, uint32_t bytes);
 void global_store(void *p, const void *value, uint32_t bytes);
-uint32_t global_atomic_add(uint32_t *p, uint32_t value); /* .acq_rel.gpu */
 
 /* mbarrier */
 void mbarrier_init(uint32_t barrier, uint32_t arrivals);

@@ -7,7 +7,7 @@
  *
  * Global memory is the caller's buffers, registered with their extent. A byte written by an earlier kernel of a chain of
  * overlapping launches may be read only after griddepcontrol.wait; one written by another cluster of the same launch
- * only after that cluster's atomic addition and one of the reader's own that sees its sum.
+ * never.
  *
  * The compiler calls the functions at the end for every memory access of a kernel (-fsanitize=thread, without its
  * library) and for every misaligned or out-of-range one (-fsanitize=alignment,bounds,...).
@@ -17,8 +17,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <map>
-#include <set>
 
 #include "memory.h"
 #include "runtime.h"
@@ -382,31 +380,9 @@ namespace {
 struct Buffer {
     char *low, *high;
     std::string name;
-    std::vector<uint16_t> writer; /* by byte: an epoch of this launch; EARLIER: an earlier kernel of the chain */
+    std::vector<uint16_t> writer; /* by byte: cluster of this launch + 1; EARLIER: an earlier kernel of the chain */
 };
 constexpr uint16_t EARLIER = 0xFFFF;
-
-/* A cluster's writes up to its n-th atomic addition (.acq_rel) belong to one epoch; that addition publishes all epochs
- * it knows to whoever adds to the same word later. NOTE: what the block's other threads wrote counts as ordered before
- * it; the barrier that this takes is not checked. */
-struct Order {
-    uint16_t epoch = 0; /* that writes now belong to */
-    std::set<uint16_t> known;
-};
-std::map<uint64_t, Order> orders;                      /* by cluster */
-std::map<const void *, std::set<uint16_t>> published; /* by word */
-uint16_t latest_epoch;
-
-Order &order_of_cluster() {
-    Order &o = orders[cluster->blocks[0]->number / launch->cluster];
-    if (o.epoch == 0) {
-        o.epoch = ++latest_epoch;
-    }
-    if (latest_epoch >= EARLIER - 1) {
-        fail("more epochs of global memory than the emulator can tell apart");
-    }
-    return o;
-}
 std::map<const char *, Buffer> buffers; /* by upper end */
 Buffer *latest_buffer;
 
@@ -453,9 +429,6 @@ void forget_buffers() {
 }
 
 void begin_global_launch(bool overlaps) {
-    orders.clear();
-    published.clear();
-    latest_epoch = 0;
     for (auto &entry : buffers) {
         for (uint16_t &w : entry.second.writer) {
             w = w && overlaps ? EARLIER : 0;
@@ -476,7 +449,7 @@ void global_check(const void *p, size_t bytes, bool write, const View &view, con
     if (b->writer.empty()) {
         b->writer.resize((size_t)(b->high - b->low));
     }
-    const Order &order = order_of_cluster();
+    const uint16_t me = (uint16_t)(cluster->blocks[0]->number / launch->cluster % 0xFFFE + 1);
     const bool known = view.knows({GRID_AGENT, 1});
     for (size_t i = (size_t)(byte - b->low), end = i + bytes; i < end; i++) {
         uint16_t &w = b->writer[i];
@@ -484,12 +457,12 @@ void global_check(const void *p, size_t bytes, bool write, const View &view, con
             fail("%s %s '%s' + %zu, which an earlier kernel wrote, before griddepcontrol.wait", what,
                  write ? "overwrites" : "reads", b->name.c_str(), i);
         }
-        if (w != 0 && w != EARLIER && w != order.epoch && !order.known.count(w)) {
+        if (w != 0 && w != EARLIER && w != me) {
             fail("race: %s %s '%s' + %zu, which another cluster of the same launch writes", what,
                  write ? "overwrites" : "reads", b->name.c_str(), i);
         }
         if (write) {
-            w = order.epoch;
+            w = me;
         }
     }
 }
@@ -510,23 +483,6 @@ void global_store(void *p, const void *value, uint32_t bytes) {
     }
     global_check(p, bytes, true, current_thread->view(), "st.global");
     memcpy(p, value, bytes);
-}
-
-uint32_t global_atomic_add(uint32_t *p, uint32_t value) {
-    EMU_SITE();
-    if ((uintptr_t)p % 4 != 0) {
-        fail("atom.add.global: address %p must be a multiple of 4", (void *)p);
-    }
-    Order &order = order_of_cluster();
-    std::set<uint16_t> &word = published[p];
-    order.known.insert(word.begin(), word.end());
-    order.known.insert(order.epoch);
-    global_check(p, 4, true, current_thread->view(), "atom.add.global");
-    word.insert(order.known.begin(), order.known.end());
-    order.epoch = ++latest_epoch;
-    const uint32_t before = *p;
-    *p = before + value;
-    return before;
 }
 
 /* ---- every access of the kernels' own code --------------------------------------------------------------- */

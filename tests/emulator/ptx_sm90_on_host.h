@@ -158,7 +158,6 @@ MX_DEVICE uint4 load_global_stream_v4(const void *p) {
     emu::global_load(p, &v, sizeof v);
     return v;
 }
-MX_DEVICE uint32_t atomic_add_global(uint32_t *p, uint32_t v) { return emu::global_atomic_add(p, v); }
 MX_DEVICE uint32_t load_global_u8(const uint8_t *p) {
     uint8_t v;
     emu::global_load(p, &v, 1);

@@ -20,6 +20,7 @@ BATCH_INVARIANT = 1
 # weights [groups, rows, k] -> parts of K and chains in each
 CUTS = {
     "a tile per SM": (1, 5120, 1024, 1, 4),
+    "a tile per SM, more spans": (1, 4608, 1280, 1, 2),
     "whole tiles": (2, 2304, 512, 1, 2),
     "two blocks per tile": (2, 768, 1024, 2, 2),
     "four blocks per tile": (1, 256, 2048, 4, 2),
@@ -156,33 +157,28 @@ class Projection:
                 )
                 emulator.call("cuda", "o_proj", chain, flags=flags)
             self.launches = emulator.num_launches - launches
-        self.z, self.z_scale = z, z_scale
         return y
 
 
 # tokens, groups, rows of wo_a, heads of 128, hidden -> launches fused, fused with BF16 z at hand, unfused
 ROUTES = [
     ((2, 1, 512, 16, 4480), (3, 2, 3)),  # wo_a's blocks share K by four: everything inside
-    ((5, 1, 512, 16, 4480), (3, 3, 4)),  # wo_a's last blocks quantise z
-    ((2, 1, 1280, 4, 256), (3, 3, 4)),  # by two
-    ((2, 9, 512, 4, 256), (3, 3, 4)),  # not at all: wo_b quantises z
-    ((33, 9, 512, 4, 256), (3, 3, 4)),  # wo_a's last blocks do; pairs share their activations
+    ((9, 1, 512, 16, 4480), (3, 4, 4)),  # more tokens than there are kernels for
+    ((4, 1, 1280, 4, 4480), (3, 3, 4)),  # by two: wo_b quantises
+    ((2, 9, 512, 4, 4256), (3, 3, 4)),  # not at all
+    ((3, 9, 512, 4, 256), (3, 4, 4)),
 ]
 
 
 @pytest.mark.parametrize(("shape", "launches"), ROUTES)
 def test_all_routes_equal_the_steps(hopper, rng, shape, launches):
     problem = Projection(rng, *shape, order=shape[0] % 2)
-    want = problem.run(hopper, steps=True, fused=False)
-    z, z_scale = problem.z, problem.z_scale
-    assert np.array_equal(problem.run(hopper, steps=True), want)
+    want = problem.run(hopper, steps=True)
+    assert np.array_equal(problem.run(hopper, steps=True, fused=False), want)
     counts = []
     for options in ({}, {"spare": True}, {"fused": False}):
         y = problem.run(hopper, **options)
         assert np.array_equal(y, want), f"{options}: {(y != want).sum()} of {y.size} differ"
-        if "spare" in options and problem.launches == 3 and shape[0] > 2:  # padding too, where the blocks are counted
-            assert np.array_equal(problem.z, z)
-            assert np.array_equal(problem.z_scale, z_scale)
         counts.append(problem.launches)
     assert tuple(counts) == launches
 
