@@ -43,6 +43,9 @@ def world():
 
     vllm_standins.install(CAPABILITY)
     with vllm_layers.World(CAPABILITY) as world:
+        from vllm_megaattn.engines.vllm import unregister
+
+        unregister()  # vLLM's first EngineArgs has loaded the plugins that are installed, this one among them
         yield world
 
 
