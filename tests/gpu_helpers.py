@@ -14,6 +14,7 @@ the wrong place cannot hit an equal byte by luck (B96).
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -77,6 +78,7 @@ def uneven(rows: int, groups: int, cols: int, first: int = 120, spread: int = 11
 
 def words(scale: torch.Tensor) -> torch.Tensor:
     """Bytes [T, G, K/32] as int32 words [T, G, K/128] with stride 1 over tokens; NaN bytes in the padding."""
+    scale = torch.nn.functional.pad(scale, (0, -scale.shape[2] % 4))  # K / 32 = 18 and the like: for wo_b only
     tokens, groups, blocks = scale.shape
     buffer = torch.full((groups, blocks // 4, max(-(-tokens // 4) * 4, 4)), -1, dtype=torch.int32, device=DEVICE)
     view = buffer.permute(2, 0, 1)[:tokens]
@@ -305,6 +307,8 @@ def activation_buffers(tokens: int, groups: int, k: int) -> tuple[torch.Tensor, 
 
 def capture(body: Callable[[], object], mode: str = "global") -> tuple[torch.cuda.CUDAGraph, object]:
     """The graph of body(), and what body returned: tensors that each replay overwrites."""
+    if not gc.get_freeze_count():
+        gc.freeze()  # torch.cuda.graph collects garbage first: not over all modules again each time
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode=mode):
         result = body()
