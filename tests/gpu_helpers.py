@@ -154,7 +154,9 @@ def make_problem(
         x, w = (t.clamp_(-448, 448).to(E4M3) for t in (x, w))
     blocks = k // 32
     if form == "wide":
-        x_bytes = uneven(tokens, groups, -(-k // 256), spread=spread).repeat_interleave(8, 2)[..., :blocks].contiguous()
+        x_bytes = (
+            uneven(tokens, groups, -(-k // 256), spread=spread).repeat_interleave(8, 2)[..., :blocks].contiguous()
+        )
         w_scale = w_bytes = uneven(n // 32, groups, 1, spread=spread).transpose(0, 1).contiguous()
     else:
         x_bytes = uneven(tokens, groups, blocks, spread=spread)

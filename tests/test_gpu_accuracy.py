@@ -132,7 +132,9 @@ def test_z_bytes_differ_from_the_cpus_only_at_rounding_boundaries(form, span, to
     data_differ = (data.cpu().view(torch.uint8) != data_host.view(torch.uint8)).reshape(tokens, -1)
     scale_differ = bytes_of[0] != bytes_of[1]
     span_differs = sums_differ.reshape(tokens, -1, span).any(2)
-    assert not (scale_differ & ~span_differs.repeat_interleave(span // 32, 1)).any(), "a scale differs, its sums do not"
+    assert not (scale_differ & ~span_differs.repeat_interleave(span // 32, 1)).any(), (
+        "a scale differs, its sums do not"
+    )
     elements = scale_differ.repeat_interleave(32, 1) | sums_differ
     assert not (data_differ & ~elements).any(), "a data byte differs, its sum and scale do not"
     counts = [int(t.sum()) for t in (sums_differ, scale_differ, data_differ)]

@@ -70,7 +70,10 @@ def test_all_sizes_of_the_real_shape(groups):
 
 
 def test_real_shape_per_32():
-    problem, tally = make_problem(max(t for t in gpu.SIZES if t <= 2048), 2, gpu.RANK, gpu.K_A, "blocks", seed=4), Tally()
+    problem, tally = (
+        make_problem(max(t for t in gpu.SIZES if t <= 2048), 2, gpu.RANK, gpu.K_A, "blocks", seed=4),
+        Tally(),
+    )
     for tokens in (t for t in gpu.SIZES if t <= 2048):
         compare_einsum(problem.head(tokens), tokens, tally)
     tally.check()

@@ -207,7 +207,9 @@ def test_a_side_stream_with_late_inputs():
 
 def test_several_graphs_on_several_streams_at_once():
     """Graphs of different sizes replayed concurrently, each on its own stream, results checked after each round."""
-    chains = [make_chain(t, 1, gpu.RANK, gpu.K_A // 512, gpu.HIDDEN, seed=60 + i) for i, t in enumerate((1, 8, 64, 512))]
+    chains = [
+        make_chain(t, 1, gpu.RANK, gpu.K_A // 512, gpu.HIDDEN, seed=60 + i) for i, t in enumerate((1, 8, 64, 512))
+    ]
     expected = [chain.from_attn() for chain in chains]
     captured = [gpu.capture(chain.from_attn) for chain in chains]
     streams = [torch.cuda.Stream() for _ in chains]
