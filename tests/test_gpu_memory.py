@@ -317,8 +317,8 @@ def test_strides_of_einsum_operands(tokens, form):
     check("x", x=pitched(x, 1, 1))
     check("w", w=pitched(w, 32, 1))
     check("x", x=x.transpose(0, 1).contiguous().transpose(0, 1))
-    both = torch.stack([x, torch.full_like(gpu.bits(x), 0x7F).view(E4M3)], dim=1).flatten(0, 1)
-    check("x", x=both[::2])
+    both = torch.stack([gpu.bits(x), torch.full_like(gpu.bits(x), 0x7F)], dim=1).flatten(0, 1)
+    check("x", x=both.view(E4M3)[::2])
     column = torch.full((tokens, 2, 512 + 64), 0x7F, dtype=torch.uint8, device=gpu.DEVICE).view(E4M3)
     for first in (16, 48, 8, 5):
         column[:, :, first : first + 512] = x
