@@ -1,6 +1,6 @@
 """What a call costs on the host: eager calls against a bare launch, and the first call of a fresh process.
 
-    python benchmarks/bench_host.py [--out host.json] [--processes 3] [--calls 2000] [--repeats 7]
+    python benchmarks/bench_host.py [--out host.json] [--processes 2] [--calls 2000] [--repeats 7]
 
 Two figures a row, both medians of --repeats batches of --calls calls enqueued without a wait in between:
 
@@ -258,7 +258,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
     parser.add_argument(
-        "--processes", type=int, default=3, help="fresh processes per kind of first call (default: 3)"
+        "--processes", type=int, default=2, help="fresh processes per kind of first call (default: 2)"
     )
     parser.add_argument("--calls", type=int, default=2000)
     parser.add_argument("--repeats", type=int, default=7)

@@ -212,3 +212,27 @@ def test_late_inputs_are_waited_for():
             chain.attn.copy_(inputs[i % 2])
             tally.add((tokens, i), count_differences(chain.from_attn(), expected[i % 2]))
         tally.check()
+
+
+def test_weights_replaced_in_place_are_seen_by_the_next_call():
+    """B95, eagerly: the kernels load weights before they wait for the launch in front of them, so whatever wrote the
+    weights must have finished by then. Both weights change between calls, wo_b last, with nothing in between."""
+    for tokens in (1, 64, 130, 512):
+        variants = [make_chain(tokens, 1, gpu.RANK, gpu.K_A // 512, gpu.HIDDEN, seed=38 + i) for i in range(2)]
+        live = make_chain(tokens, 1, gpu.RANK, gpu.K_A // 512, gpu.HIDDEN, seed=38)
+        expected = []
+        for variant in variants:
+            live.wo_a.copy_(variant.wo_a)
+            live.wo_b.copy_(variant.wo_b)
+            torch.cuda.synchronize()
+            expected.append(live.from_attn())
+        torch.cuda.synchronize()
+        assert not gpu.same(*expected)
+        tally = Tally()
+        for i in range(gpu.RUNS // 10):
+            live.wo_a.copy_(variants[i % 2].wo_a)
+            live.wo_b.copy_(variants[i % 2].wo_b)
+            tally.add(
+                (tokens, i), count_differences(live.from_attn(("fused", "unfused")[i // 2 % 2]), expected[i % 2])
+            )
+        tally.check()

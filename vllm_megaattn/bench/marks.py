@@ -9,6 +9,7 @@ FP8 matrix ceiling  the same multiplications by cuBLASLt with one scale per tens
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -42,8 +43,8 @@ def _read(which: str) -> Callable[[Workload], Run]:
     return lambda work: read_runner(work.weight_bytes(which), work.copies, work.device)
 
 
-def read_runner(num_bytes: int, copies: int, device: torch.device) -> Run:
-    """run(i) that reads `num_bytes` of copy i once and writes nothing."""
+@cache
+def _read_kernel():
     import triton
     import triton.language as tl
 
@@ -54,13 +55,18 @@ def read_runner(num_bytes: int, copies: int, device: torch.device) -> Run:
         if result == 0x5EED1E55:  # never, but the compiler cannot know: keeps the loads alive
             tl.store(sink, result)
 
-    words = num_bytes // 4
+    return read_kernel
+
+
+def read_runner(num_bytes: int, copies: int, device: torch.device) -> Run:
+    """run(i) that reads `num_bytes` of copy i once and writes nothing."""
+    kernel, words = _read_kernel(), num_bytes // 4
     buffers = [torch.randint(-(2**31), 2**31 - 1, (words,), device=device, dtype=torch.int32) for _ in range(copies)]
     sink = torch.zeros(1, device=device, dtype=torch.int32)
     piece = 8192  # 32 KB a block, all of it in flight at once
 
     def run(i: int) -> torch.Tensor:
-        read_kernel[(-(-words // piece),)](buffers[i], sink, words, WORDS=piece, num_warps=8)
+        kernel[(-(-words // piece),)](buffers[i], sink, words, WORDS=piece, num_warps=8)
         return sink
 
     return run
