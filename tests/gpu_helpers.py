@@ -42,12 +42,13 @@ RUNS = 1000
 HUGE = 66000  # tokens: with G = 8 and K = 4096 more than 2^31 elements
 
 # (G, N, K) that make the decode kernels cut K differently, by the rows there are for 132 SMs: over 2 or 4 blocks of a
-# cluster, over 2 or 4 chains of a block; the last one's K is no multiple of the span: only the per-32 kernels take
-# it.
+# cluster, over 2 or 4 chains of a block, evenly or not. The last one's K is no multiple of the span, so only the per-32
+# kernels take it.
 SMALL_SHAPES = {
     "split 2": (2, 256, 512),
     "split 4": (1, 512, 1024),
     "chains 4": (1, 4352, 512),
+    "5 spans": (1, 4352, 1280),
     "chains 2": (8, 1024, 512),
     "odd K": (2, 256, 640),
 }
