@@ -140,8 +140,9 @@ struct mx_reblock {
     double *stats; /* [3]: elements whose value changed, sum of squared differences, sum of squares */
 };
 
-/* The whole projection. `rope` is NULL when x comes quantised; else a.x is the scratch that rope writes. When fused, a
- * writes e4m3 z straight; else a writes BF16 z, `quantize` turns it into e4m3, and b reads that. */
+/* The whole projection. `rope` is NULL when x comes quantised; else a.x is the scratch that rope writes. When fused
+ * (a.out_e4m3 is set), a writes e4m3 z straight; else a writes BF16 z, `quantize` turns it into e4m3, and b reads that.
+ * A fused call may bring `quantize` too: then a's or b's kernel may quantise a BF16 z that lies there in between. */
 struct mx_o_proj {
     const struct mx_inv_rope *rope;
     const struct mx_matmul *a;

@@ -19,24 +19,12 @@ bool mx_fail(struct mx_call *call, int kind, const char *format, ...) {
 /* ---- how things are spelled in a message ----------------------------------------------------------------------- */
 
 static const char *dtype_name(int32_t dtype, char *spare, size_t spare_bytes) {
+#define MX_NAME_DTYPE(name) {mx_torch.dtype_##name, #name},
     const struct {
         int32_t code;
         const char *name;
-    } names[] = {
-        {mx_torch.dtype_float8_e4m3fn, "float8_e4m3fn"},
-        {mx_torch.dtype_float8_e8m0fnu, "float8_e8m0fnu"},
-        {mx_torch.dtype_bfloat16, "bfloat16"},
-        {mx_torch.dtype_float32, "float32"},
-        {mx_torch.dtype_float64, "float64"},
-        {mx_torch.dtype_uint8, "uint8"},
-        {mx_torch.dtype_int32, "int32"},
-        {mx_torch.dtype_int64, "int64"},
-        {1, "int8"},
-        {2, "int16"},
-        {5, "float16"},
-        {11, "bool"},
-        {23, "float8_e5m2"},
-    };
+    } names[] = {MX_TORCH_DTYPES(MX_NAME_DTYPE) MX_NAME_DTYPE(float8_e8m0fnu)};
+#undef MX_NAME_DTYPE
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
         if (names[i].code == dtype) {
             return names[i].name;

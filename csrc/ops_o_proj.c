@@ -8,7 +8,7 @@ struct o_proj_tensors {
     struct mx_einsum_tensors a; /* z and z_scale are set by bind_o_proj */
     const struct mx_tensor *wo_b, *wo_b_scale;
     const struct mx_tensor *z, *z_scale; /* e4m3 [T, G * N] and its scales */
-    const struct mx_tensor *z_bf16;      /* BF16 [T, G, N], unfused path only */
+    const struct mx_tensor *z_bf16;      /* BF16 [T, G, N]; the fused path does without, but may be quicker with it */
     const struct mx_tensor *y;
 };
 
@@ -16,16 +16,17 @@ static bool run_o_proj_bound(struct mx_call *call, struct o_proj_tensors *t, con
                              bool fused, int64_t x_span, int64_t scale_span) {
     struct mx_matmul a, b;
     struct mx_quantize quantize;
+    const bool has_bf16 = !fused || t->z_bf16->num_dims != 1;
     t->a.z = fused ? t->z : t->z_bf16;
     t->a.z_scale = fused ? t->z_scale : NULL;
     if (!mx_bind_einsum(call, &t->a, x_span, scale_span, &a) ||
-        (!fused && !mx_bind_quantize(call, &(struct mx_quantize_tensors){t->z_bf16, t->z, t->z_scale}, scale_span,
-                                     &quantize)) ||
+        (has_bf16 && !mx_bind_quantize(call, &(struct mx_quantize_tensors){t->z_bf16, t->z, t->z_scale}, scale_span,
+                                       &quantize)) ||
         !mx_bind_gemm(call, &(struct mx_gemm_tensors){t->z, t->z_scale, t->wo_b, t->wo_b_scale, t->y}, scale_span,
                       &b)) {
         return false;
     }
-    struct mx_o_proj args = {.rope = rope, .a = &a, .quantize = fused ? NULL : &quantize, .b = &b};
+    struct mx_o_proj args = {.rope = rope, .a = &a, .quantize = has_bf16 ? &quantize : NULL, .b = &b};
     return mx_finish(call, call->backend->o_proj(&args, &call->exec));
 }
 

@@ -59,7 +59,7 @@ bool mx_bind_inv_rope(struct mx_call *call, const struct mx_inv_rope_tensors *t,
     const struct mx_tensor *attn = t->attn, *positions = t->positions, *cos_sin = t->cos_sin, *x = t->x;
     *out = (struct mx_inv_rope){.order = (int32_t)order, .cache = (int32_t)cache, .scale_span = scale_span};
 
-    /* attn BF16 [T, heads, D]; heads behind the last group's are padding and never read */
+    /* attn BF16 [T, heads, D]; heads behind the last group's are padding and never read (ops.py asks the caller first) */
     if (!mx_check_dtype(call, attn, mx_torch.dtype_bfloat16) || !mx_check_num_dims(call, attn, 3, "[T, heads, D]") ||
         !mx_check_positive(call, attn, 1) || !mx_check_multiple(call, attn, 2, MX_BLOCK) ||
         !mx_check_last_stride(call, attn)) {

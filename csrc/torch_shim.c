@@ -39,15 +39,10 @@ bool mx_torch_load(char *err, size_t err_bytes) {
     MX_TORCH_CUDA_SYMBOLS(MX_RESOLVE_CUDA)
 
     mx_torch.version = mx_torch.aoti_torch_abi_version();
-    mx_torch.dtype_float8_e4m3fn = mx_torch.aoti_torch_dtype_float8_e4m3fn();
-    mx_torch.dtype_bfloat16 = mx_torch.aoti_torch_dtype_bfloat16();
-    mx_torch.dtype_float32 = mx_torch.aoti_torch_dtype_float32();
-    mx_torch.dtype_float64 = mx_torch.aoti_torch_dtype_float64();
-    mx_torch.dtype_uint8 = mx_torch.aoti_torch_dtype_uint8();
-    mx_torch.dtype_int32 = mx_torch.aoti_torch_dtype_int32();
-    mx_torch.dtype_int64 = mx_torch.aoti_torch_dtype_int64();
-    /* The getter came with 2.11; the enum is append-only and part of torch's file format, so 44 holds for 2.10. */
-    mx_torch.dtype_float8_e8m0fnu = mx_torch.torch_dtype_float8_e8m0fnu ? mx_torch.torch_dtype_float8_e8m0fnu() : 44;
+#define MX_ASK_DTYPE(name) mx_torch.dtype_##name = mx_torch.aoti_torch_dtype_##name();
+    MX_TORCH_DTYPES(MX_ASK_DTYPE)
+    mx_torch.dtype_float8_e8m0fnu =
+        mx_torch.torch_dtype_float8_e8m0fnu ? mx_torch.torch_dtype_float8_e8m0fnu() : MX_TORCH_FLOAT8_E8M0FNU;
     mx_torch.device_cpu = mx_torch.aoti_torch_device_type_cpu();
     mx_torch.device_cuda = mx_torch.aoti_torch_device_type_cuda();
     return true;

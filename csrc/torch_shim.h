@@ -27,17 +27,19 @@ typedef int32_t AOTITorchError;                        /* 0 is success */
 typedef uint64_t StableIValue;                         /* one argument slot of a boxed call */
 
 #define MX_DECLARE_POINTER(ret, name, args) ret(*name) args;
+#define MX_DECLARE_DTYPE(name)              int32_t dtype_##name;
 struct mx_torch_table {
     MX_TORCH_SYMBOLS(MX_DECLARE_POINTER)
     MX_TORCH_OPTIONAL_SYMBOLS(MX_DECLARE_POINTER)
     MX_TORCH_CUDA_SYMBOLS(MX_DECLARE_POINTER)
     /* Codes of torch's enums, asked once. */
-    int32_t dtype_float8_e4m3fn, dtype_float8_e8m0fnu, dtype_bfloat16, dtype_float32, dtype_float64;
-    int32_t dtype_uint8, dtype_int32, dtype_int64;
+    MX_TORCH_DTYPES(MX_DECLARE_DTYPE)
+    MX_DECLARE_DTYPE(float8_e8m0fnu)
     int32_t device_cpu, device_cuda;
     uint64_t version; /* aoti_torch_abi_version(): 0x020A... is 2.10 */
 };
 #undef MX_DECLARE_POINTER
+#undef MX_DECLARE_DTYPE
 
 extern struct mx_torch_table mx_torch;
 

@@ -32,10 +32,15 @@
     X(AOTITorchError, aoti_torch_get_device_type, (AtenTensorHandle, int32_t *))                                     \
     X(AOTITorchError, aoti_torch_get_device_index, (AtenTensorHandle, int32_t *))                                    \
     X(int32_t, aoti_torch_dtype_float8_e4m3fn, (void))                                                               \
+    X(int32_t, aoti_torch_dtype_float8_e5m2, (void))                                                                 \
     X(int32_t, aoti_torch_dtype_bfloat16, (void))                                                                    \
+    X(int32_t, aoti_torch_dtype_float16, (void))                                                                     \
     X(int32_t, aoti_torch_dtype_float32, (void))                                                                     \
     X(int32_t, aoti_torch_dtype_float64, (void))                                                                     \
+    X(int32_t, aoti_torch_dtype_bool, (void))                                                                        \
     X(int32_t, aoti_torch_dtype_uint8, (void))                                                                       \
+    X(int32_t, aoti_torch_dtype_int8, (void))                                                                        \
+    X(int32_t, aoti_torch_dtype_int16, (void))                                                                       \
     X(int32_t, aoti_torch_dtype_int32, (void))                                                                       \
     X(int32_t, aoti_torch_dtype_int64, (void))                                                                       \
     X(int32_t, aoti_torch_device_type_cpu, (void))                                                                   \
@@ -48,6 +53,17 @@
 /* In libtorch_cuda, absent from CPU builds of torch. */
 #define MX_TORCH_CUDA_SYMBOLS(X) X(AOTITorchError, aoti_torch_get_current_cuda_stream, (int32_t, void **))
 
-#define MX_TORCH_OLDEST          "2.10"
+/* The element types above, by torch's own names: aoti_torch_dtype_<name>() gives the code that mx_torch.dtype_<name>
+ * keeps and messages spell as <name>. */
+#define MX_TORCH_DTYPES(X)                                                                                           \
+    X(float8_e4m3fn)                                                                                                 \
+    X(float8_e5m2)                                                                                                   \
+    X(bfloat16) X(float16) X(float32) X(float64) X(bool) X(uint8) X(int8) X(int16) X(int32) X(int64)
+
+/* The getter of this one came with torch 2.11; the enum is append-only and part of torch's file format, so the number
+ * holds for 2.10 too. */
+#define MX_TORCH_FLOAT8_E8M0FNU 44
+
+#define MX_TORCH_OLDEST         "2.10"
 
 #endif /* VLLM_MEGAATTN_TORCH_SYMBOLS_H */

@@ -11,6 +11,7 @@ import zlib
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
+from suites import can_select, suite_of
 
 settings.register_profile(
     "repeatable",
@@ -39,7 +40,19 @@ def missing_gpu_reason() -> str | None:
     return None
 
 
+def pytest_ignore_collect(collection_path, config):
+    suite = suite_of(collection_path)
+    return True if suite and not can_select(config.option.markexpr, suite) else None
+
+
+def pytest_itemcollected(item):
+    suite = suite_of(item.path)
+    if suite:
+        item.add_marker(suite)
+
+
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: suite_of(item.path) is not None)  # what changes the process comes last
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return

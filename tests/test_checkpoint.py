@@ -274,12 +274,37 @@ def test_float_scales_that_are_not_powers_of_two_are_refused(tmp_path, bad):  # 
         load_o_proj(save(tmp_path / "m.safetensors", tensors), 0)
 
 
-def test_nan_scales_are_refused(tmp_path):
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+@pytest.mark.parametrize(
+    ("name", "places", "message"),
+    [
+        (
+            "wo_a.weight",
+            [(130, 5), (255, 511)],
+            r"wo_a.weight holds NaN elements .*: 2 of .*, the first at \[130, 5\]",
+        ),
+        (
+            "wo_b.weight",
+            [(95, 200)],
+            r"wo_b.weight holds NaN elements \(0x7F or 0xFF\): 1 of .*, the first at \[95, 200\]",
+        ),
+        ("wo_a.scale", [(4, 3)], r"wo_a.scale holds NaN scales \(0xFF\): 1 of .*, the first at \[4, 3\]"),
+        ("wo_b.scale", [(2, 5), (2, 6)], r"wo_b.scale holds NaN scales \(0xFF\): 2 of .*, the first at \[2, 5\]"),
+    ],
+)
+def test_nan_in_a_file_is_refused(tmp_path, name, places, message, code):
+    """Of the shard that is read; places are those in the file's tensor. A scale byte of 0x7F is 1.0."""
     tensors = small_tensors()
-    codes(tensors["layers.0.attn.wo_b.scale"])[2, 5] = 0xFF
+    for place in places:
+        codes(tensors[f"layers.0.attn.{name}"])[place] = code
     path = save(tmp_path / "m.safetensors", tensors)
-    with pytest.raises(ValueError, match=r"layers.0.attn.wo_b.scale holds NaN scales \(0xFF\)"):
-        load_o_proj(path, 0)
+    load_o_proj(path, 0, tp_rank=0, tp_size=2)
+    for shard in ({}, {"tp_rank": 1, "tp_size": 2}):
+        if name.endswith("scale") and code == 0x7F:
+            load_o_proj(path, 0, **shard)
+            continue
+        with pytest.raises(ValueError, match=rf"layers.0.attn.{message}"):
+            load_o_proj(path, 0, **shard)
 
 
 # ---- groups ---------------------------------------------------------------------------------------------------

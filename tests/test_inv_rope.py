@@ -186,7 +186,12 @@ def test_padded_heads(order, groups, device, rng):
 
     x = poisoned((tokens, groups, 4096), E4M3, device)
     x_scale = poisoned((tokens, groups, 32), torch.int32, device)
-    result = vllm_megaattn.inv_rope_mxfp8_quantize(padded, *operands, groups=groups, order=order, out=(x, x_scale))
+    options = {"groups": groups, "order": order, "out": (x, x_scale)}
+    with pytest.raises(
+        ValueError, match=rf"attn must have {live} heads \(groups = {groups} of K/D = 8\), got 64; .*padd"
+    ):
+        vllm_megaattn.inv_rope_mxfp8_quantize(padded, *operands, **options)
+    result = vllm_megaattn.inv_rope_mxfp8_quantize(padded, *operands, padded_heads=True, **options)
     assert result[0] is x
     assert result[1] is x_scale
     data, scale = ref.inv_rope_quantize(
@@ -194,6 +199,14 @@ def test_padded_heads(order, groups, device, rng):
     )
     np.testing.assert_array_equal(codes(x), data)
     np.testing.assert_array_equal(ref.unpack_words(codes(x_scale)), scale)
+
+
+def test_padded_heads_need_a_result_that_says_how_many_are_live(rng):
+    attn, cache = bf16(make_attn(rng, 2, 16, 512)), torch.from_numpy(make_cache(rng, 9, 64, "halves"))
+    with pytest.raises(
+        ValueError, match="padded_heads needs out, whose K says how many heads are live; got out=None"
+    ):
+        vllm_megaattn.inv_rope_mxfp8_quantize(attn, torch.zeros(2).long(), cache, groups=2, padded_heads=True)
 
 
 def test_strided_operands(device, rng):

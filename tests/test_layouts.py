@@ -55,6 +55,59 @@ def test_golden_offsets(k, where, byte_128x4, byte_8x4):
     assert layouts.f8_8x4_offset(row, block, k // 32).tolist() == [byte_8x4]
 
 
+@pytest.mark.parametrize("offset", [layouts.f8_128x4_offset, layouts.f8_8x4_offset])
+@pytest.mark.parametrize(
+    ("row", "block", "message"),
+    [
+        (-1, 0, "row must be at least 0, got -1"),
+        (0, -1, r"block must be at least 0 and below ceil4\(num_blocks\) = 8, got -1"),
+        (0, 8, r"block must be at least 0 and below ceil4\(num_blocks\) = 8, got 8"),
+    ],
+)
+def test_offsets_outside_the_buffer_are_refused(offset, row, block, message):
+    """(row, 8) of 7 blocks a row would be the place of another row tile's block."""
+    for convert in (int, lambda value: torch.tensor([0, value])):
+        with pytest.raises(ValueError, match=message):
+            offset(convert(row), convert(block), 7)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    assert offset(nothing, nothing, 7).shape == (0,)
+
+
+def test_packed_offsets_outside_the_words_are_refused():
+    for row, block, message in (
+        (8, 0, "row must be at least 0 and below pitch = 8, got 8"),
+        (0, -4, "block must be at"),
+    ):
+        for convert in (int, lambda value: torch.tensor([value, 0])):
+            with pytest.raises(ValueError, match=message):
+                layouts.packed_offset(convert(row), convert(block), 8)
+
+
+def test_negative_sizes_are_refused():
+    """ceil128(-1) is 0: without the check a wrong count would look like an empty buffer."""
+    for size in (layouts.f8_128x4_bytes, layouts.f8_8x4_bytes):
+        with pytest.raises(ValueError, match="rows must be at least 0, got -1"):
+            size(-1, 4)
+        with pytest.raises(ValueError, match="num_blocks must be at least 0, got -2"):
+            size(4, -2)
+    with pytest.raises(ValueError, match="groups must be at least 0, got -3"):
+        layouts.f8_128x4_grouped_bytes(-3, 4, 4, padding="per_group")
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8, torch.float8_e8m0fnu])
+def test_find_nan(dtype):
+    """e4m3 has two NaN codes, scale bytes one; 0x7F is the scale 1.0."""
+    data = torch.arange(256, dtype=torch.uint8).roll(5).view(2, 8, 16)
+    count = 2 if dtype == torch.float8_e4m3fn else 1
+    assert layouts.find_nan(data.view(dtype)) == (count, [0, 0, 4])
+    assert layouts.find_nan(data.view(dtype)[:, 1:4]) == (0, [])
+    assert layouts.find_nan(data.view(dtype)[:0]) == (0, [])
+    strided = data.view(dtype).transpose(1, 2)
+    assert layouts.find_nan(strided) == (count, [0, 4, 0])
+    with pytest.raises(ValueError, match=rf"w holds NaN .*: {count} of 256, the first at \[10, 0, 24\]"):
+        layouts.refuse_nan(data.view(dtype), name="w", offset=(10, 0, 20))
+
+
 @pytest.mark.parametrize(("rows", "k", "size"), [(129, 96, 1024), (1, 32, 512), (300, 4096, 49152), (0, 4096, 0)])
 def test_sizes_cover_whole_tiles(rows, k, size):  # B23
     assert layouts.f8_128x4_bytes(rows, k // 32) == size

@@ -79,17 +79,29 @@ def test_from_attn_is_the_composition(order, path, layout, device, rng):
 
 @pytest.mark.parametrize("tokens", [0, 1, 33])
 def test_from_attn_with_padded_heads(tokens, device, rng):
-    """attn [T, 64, 512] of which wo_a's K and `groups` say that 16 heads are live."""
+    """attn [T, 64, 512] of which wo_a's K and `groups` say that 16 heads are live; the caller must say that it knows."""
     weights, _, _ = make_weights(rng, 2, 128, 4096, 64, device)
     attn = np.full((tokens, 64, 512), 0x7FC0, np.uint16)
     attn[:, :16] = make_attn(rng, tokens, 16, 512)
     positions = torch.from_numpy(rng.integers(0, 9, tokens)).to(device)
     cache = torch.from_numpy(make_cache(rng, 9, 64, "halves")).to(device)
     attn = bf16(attn, device)
-    y = vllm_megaattn.o_proj_from_attn(attn, positions, cache, *weights, groups=2)
+    with pytest.raises(
+        ValueError, match=r"attn must have 16 heads \(groups = 2 of K/D = 8\), got 64; .*padded_heads=True"
+    ):
+        vllm_megaattn.o_proj_from_attn(attn, positions, cache, *weights, groups=2)
+    y = vllm_megaattn.o_proj_from_attn(attn, positions, cache, *weights, groups=2, padded_heads=True)
     assert y.shape == (tokens, 64)
     assert same_bits(y, vllm_megaattn.o_proj_from_attn(attn[:, :16], positions, cache, *weights, groups=2))
     assert not torch.isnan(y).any()
+
+
+def test_heads_that_do_not_fill_a_group_are_refused(rng):
+    """K of a group must be whole heads, padded or not."""
+    weights, _, _ = make_weights(rng, 2, 128, 384, 64)
+    attn, cache = bf16(make_attn(rng, 2, 16, 512)), torch.from_numpy(make_cache(rng, 9, 64, "halves"))
+    with pytest.raises(ValueError, match="wo_a must have K a multiple of attn's head size 512, got 384"):
+        vllm_megaattn.o_proj_from_attn(attn, torch.zeros(2).long(), cache, *weights, groups=2, padded_heads=True)
 
 
 def test_weights_stacked_in_two_dimensions(device, rng):

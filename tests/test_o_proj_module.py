@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 
 import pytest
 import torch
@@ -132,10 +133,14 @@ def test_interleaved_rope_cache(tiny):
 
 
 def test_padding_heads_and_empty_batches(tiny):
-    module = OProj.from_checkpoint(tiny, 0, tp_rank=1, tp_size=4)  # 4 heads
+    module = OProj.from_checkpoint(tiny, 0, tp_rank=1, tp_size=4, padded_heads=True)  # 4 heads
     attn, positions = attention(heads=4)
     padded = torch.full((5, 64, 512), math.nan, dtype=torch.bfloat16)
     padded[:, :4] = attn
+    strict = OProj.from_checkpoint(tiny, 0, tp_rank=1, tp_size=4)
+    with pytest.raises(ValueError, match=r"attn must have 4 heads \(groups = 2 of K/D = 2\), got 64"):
+        strict(padded, positions)
+    assert torch.equal(bits(module(padded, positions)), bits(strict(attn, positions)))
     assert torch.equal(bits(module(padded, positions)), bits(module(attn, positions)))
     assert list(module(attn[:0], positions[:0]).shape) == [0, TINY.hidden]
 
@@ -303,10 +308,60 @@ def test_constructor_refusals(weights):
             "cos_sin must be float32 .* got torch.float16",
         ),
         ((a, a_scale, b, b_scale), {"cos_sin": cache[0]}, ValueError, r"cos_sin must be float32 .* got \[64\]"),
+        ((a, a_scale, b, b_scale), {"cos_sin": [1.0]}, TypeError, "cos_sin must be a torch.Tensor, got list"),
+        (
+            (a, a_scale, b, b_scale),
+            {"cos_sin": torch.zeros(8, 63)},
+            ValueError,
+            r"cos_sin must be .* R even, from 2 to 512, got \[8, 63\]",
+        ),
+        ((a, a_scale, b, b_scale), {"cos_sin": torch.zeros(8, 514)}, ValueError, r"from 2 to 512, got \[8, 514\]"),
+        ((a, a_scale, b, b_scale), {"cos_sin": cache[:0]}, ValueError, r"at least one position .* got \[0, 64\]"),
+        ((a, a_scale, b, b_scale), {"cos_sin": cache[:, :0]}, ValueError, r"cos_sin must be .* got \[8, 0\]"),
+        (
+            (a, a_scale, b, b_scale),
+            {"cos_sin": cache.clone().requires_grad_()},
+            ValueError,
+            "cos_sin must not require grad",
+        ),
+        ((a, a_scale, b, b_scale), {"scale_span": 64}, ValueError, "scale_span must be None, 32, 128 or 256, got 64"),
+        ((a, a_scale, b, b_scale), {"scale_span": 256}, ValueError, "scale_span must divide rank = 128 and K = 1024"),
+        ((a, a_scale, b, b_scale), {"scale_span": "32"}, TypeError, "scale_span must be an int or None, got '32'"),
+        ((a, a_scale, b, b_scale), {"scale_span": True}, TypeError, "scale_span must be an int or None, got True"),
+        ((a, a_scale, b, b_scale), {"padded_heads": 64}, TypeError, "padded_heads must be a bool, got 64"),
+        ((a, None, b, b_scale), {}, TypeError, "wo_a_scale must be a torch.Tensor, got NoneType"),
         ((a, a_scale, b, b_scale), {"path": "quick"}, ValueError, "path must be one of auto, fused, unfused"),
     ):
         with pytest.raises(kind, match=message):
             OProj(*arguments, **options)
+
+
+@pytest.mark.parametrize("order", ["standard", "chunk_interleaved"])
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_nan_weights_and_scales_are_refused(weights, other, order, code):
+    """By name, count and place in the caller's tensors, not in the module's order of columns; a reload changes nothing."""
+    module = OProj.from_checkpoint(other, 0, order=order)
+    old = {name: getattr(module, name).clone().view(torch.uint8) for name in WEIGHT_NAMES}
+    for name, where, count in (("wo_a", [3, 5, 700], 2), ("wo_b", [17, 1000], 1)):
+        damaged = [tensor.clone() for tensor in tensors(weights)]
+        data = damaged[WEIGHT_NAMES.index(name)].view(torch.uint8)
+        data[tuple(where)] = code
+        data[tuple(where[:-1])][-1] = code if count == 2 else 0
+        message = re.escape(
+            f"{name} holds NaN elements (0x7F or 0xFF): {count} of {data.numel()}, the first at {where}"
+        )
+        with pytest.raises(ValueError, match=message):
+            OProj(*damaged, order=order)
+        with pytest.raises(ValueError, match=message):
+            module.load_weights(*damaged)
+    for name, where in (("wo_a_scale", [2, 3, 31]), ("wo_b_scale", [7, 0])):
+        damaged = [tensor.clone() for tensor in tensors(weights)]
+        scale = damaged[WEIGHT_NAMES.index(name)].view(torch.uint8)
+        scale[tuple(where)] = 0xFF
+        message = re.escape(f"{name} holds NaN scales (0xFF): 1 of {scale.numel()}, the first at {where}")
+        with pytest.raises(ValueError, match=message):
+            OProj(*damaged, order=order)
+    assert all(torch.equal(getattr(module, name).view(torch.uint8), old[name]) for name in WEIGHT_NAMES)
 
 
 def test_a_path_that_cannot_be_taken_is_refused_at_construction(weights):

@@ -195,6 +195,103 @@ def test_new_weights_give_new_scales(rng):
     assert same_bits(new_w, e4m3(second.w))
 
 
+# ---- several groups in two dimensions ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hopper", [False, True])
+@pytest.mark.parametrize(
+    ("groups", "n", "form"), [(3, 96, "128x128"), (2, 48, "32x32"), (4, 128, "32x32"), (2, 64, "1x32")]
+)
+def test_stacked_groups_equal_those_of_three_dimensions(groups, n, form, hopper, rng, monkeypatch):
+    """[G*N, K] with [G*rows, cols]: blocks end with their group, also where N is no multiple of their rows."""
+    if hopper:
+        monkeypatch.setattr(ops.selector, "device_key", lambda device: "sm90")
+    problem = gentle_problem(rng, groups, n, 256, form)
+    w, scale = e4m3(problem.w), u8(problem.w_blocks)
+    expected_w, expected_scale, expected = vllm_megaattn.prepare_weight(w, scale)
+    for flat_scale in (scale.flatten(0, 1), scale):
+        for given in (groups, None) if flat_scale.dim() == 3 else (groups,):
+            new_w, new_scale, report = vllm_megaattn.prepare_weight(w.flatten(0, 1), flat_scale, groups=given)
+            assert same_bits(new_w, expected_w.flatten(0, 1))
+            assert new_scale.dim() == flat_scale.dim()
+            assert same_bits(new_scale.view(expected_scale.shape), expected_scale)
+            assert report == expected
+    if hopper and n % 32 == 0:
+        assert expected["form"] == "32 rows x K"
+    new_w, new_scale, report = vllm_megaattn.prepare_weight(w, scale.flatten(0, 1))
+    assert same_bits(new_w, expected_w)
+    assert same_bits(new_scale.view(expected_scale.shape), expected_scale)
+    x = problem.args()[:2]
+    by_op = vllm_megaattn.einsum_fp8_bf16(*x, expected_w, expected_scale)
+    assert same_bits(vllm_megaattn.einsum_fp8_bf16(*x, new_w.flatten(0, 1), new_scale), by_op)
+
+
+def test_scales_that_can_be_read_in_two_ways_are_refused():
+    """288 rows with 3 rows of scales: one matrix in blocks of 128 rows, or three of 96 with a block each."""
+    w = torch.zeros((288, 256), dtype=E4M3)
+    scale = torch.full((3, 2), 127, dtype=torch.uint8)
+    message = r"w_scale \[3, 2\] fits w \[288, 256\] as one matrix \(groups=1\) and as 3 stacked ones \(groups=3\)"
+    with pytest.raises(ValueError, match=message):
+        vllm_megaattn.prepare_weight(w, scale)
+    for groups in (1, 3):
+        assert same_bits(vllm_megaattn.prepare_weight(w, scale, groups=groups)[1], scale)
+
+
+@pytest.mark.parametrize(
+    ("w_shape", "scale_shape", "groups", "message"),
+    [
+        (
+            (96, 256),
+            (4, 8),
+            None,
+            r"w_scale must hold the scales of 1 x \[96, 256\].*got \[4, 8\]; groups= splits a w",
+        ),
+        ((96, 256), (3, 8), 2, r"w_scale must hold the scales of 2 x \[48, 256\].*got \[3, 8\]$"),
+        ((96, 256), (2, 8), 5, "groups must be a positive divisor of the 96 rows of w, got 5"),
+        ((96, 256), (2, 8), 0, "groups must be a positive divisor of the 96 rows of w, got 0"),
+        ((2, 48, 256), (2, 2, 8), 4, r"groups must be 2 as in w \[2, 48, 256\], got 4"),
+        ((96, 256), (5, 2, 8), None, "groups must be a positive divisor of the 96 rows of w, got 5"),
+        ((64, 96), (2, 3), 2, "w must have K a multiple of 128 for groups of weights, got 96"),
+    ],
+)
+def test_groups_that_do_not_fit_are_refused(w_shape, scale_shape, groups, message):
+    w, scale = torch.zeros(w_shape, dtype=E4M3), torch.full(scale_shape, 127, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=rf"prepare_weight: {message}"):
+        vllm_megaattn.prepare_weight(w, scale, groups=groups)
+
+
+# ---- NaN ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hopper", [False, True])
+def test_nan_is_reported(hopper, rng, monkeypatch):
+    if hopper:
+        monkeypatch.setattr(ops.selector, "device_key", lambda device: "sm90")
+    problem = gentle_problem(rng, 2, 64, 256, "32x32")
+    report = vllm_megaattn.prepare_weight(e4m3(problem.w), u8(problem.w_blocks))[2]
+    assert (report["nan_elements"], report["nan_scales"]) == (0, 0)
+    assert not [key for key in report if key.startswith("first_nan")]
+    problem.w[1, 2, 3], problem.w[1, 63, 255] = 0x7F, 0xFF
+    problem.w_blocks[1, 0, 7] = 0xFF
+    new_w, _, report = vllm_megaattn.prepare_weight(e4m3(problem.w), u8(problem.w_blocks))
+    assert (report["nan_elements"], report["first_nan_element"]) == (2, [1, 2, 3])
+    assert (report["nan_scales"], report["first_nan_scale"]) == (1, [1, 0, 7])
+    assert (codes(new_w)[1, 2, 3] & 0x7F) == 0x7F  # kept, not laundered
+
+
+def test_nan_scales_are_found_in_every_form(rng):
+    """In packed words and in tiles, whose padding may hold anything."""
+    problem = gentle_problem(rng, 1, 96, 256, "1x32")
+    problem.w_scale[0, 40, 5] = 0xFF
+    packed = torch.from_numpy(ref.pack_words(problem.w_scale))
+    report = vllm_megaattn.prepare_weight(e4m3(problem.w), packed)[2]
+    assert (report["nan_scales"], report["first_nan_scale"]) == (1, [0, 40, 5])
+    tiles = torch.from_numpy(ref.f8_128x4_pack(problem.w_scale[0]).copy())
+    tiles[ref.f8_128x4_offset(100, 3, 8)] = 0xFF  # row 100 of 96
+    report = vllm_megaattn.prepare_weight(e4m3(problem.w[0]), tiles)[2]
+    assert (report["nan_scales"], report["first_nan_scale"]) == (1, [40, 5])
+
+
 # ---- the form for Hopper ---------------------------------------------------------------------------------------
 
 

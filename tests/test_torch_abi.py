@@ -25,12 +25,14 @@ PROGRAM = """
 #include <type_traits>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/c/shim.h>
+#include <c10/core/ScalarType.h>
 #include "torch_symbols.h"
 
 #define SAME_TYPE(ret, name, args) \\
     static_assert(std::is_same<decltype(&::name), ret (*) args>::value, "prototype of " #name);
 MX_TORCH_SYMBOLS(SAME_TYPE)
 MX_TORCH_CUDA_SYMBOLS(SAME_TYPE)
+static_assert(static_cast<int>(c10::ScalarType::Float8_e8m0fnu) == MX_TORCH_FLOAT8_E8M0FNU, "code of float8_e8m0fnu");
 %s
 """
 
@@ -70,16 +72,18 @@ def test_prototypes_equal_torchs_own(tmp_path):
         ("aoti_torch_get_dim, (AtenTensorHandle, int64_t *)", "aoti_torch_get_dim, (AtenTensorHandle, int32_t *)"),
         ("aoti_torch_check, (bool, const char *", "aoti_torch_check, (int, const char *"),
         ("X(uint64_t, aoti_torch_abi_version", "X(int64_t, aoti_torch_abi_version"),
+        ("FLOAT8_E8M0FNU 44", "FLOAT8_E8M0FNU 45"),
     ],
 )
-def test_a_wrong_prototype_would_be_noticed(tmp_path, original, mutant):
+def test_a_wrong_prototype_or_code_would_be_noticed(tmp_path, original, mutant):
     text = (CSRC / "torch_symbols.h").read_text()
     assert original in text
     (tmp_path / "torch_symbols.h").write_text(text.replace(original, mutant))
     result = compile_program(tmp_path, PROGRAM % "", tmp_path)
     assert result.returncode != 0
-    name = re.search(r"aoti_torch_\w+", original).group(0)
-    assert re.search(rf"prototype of {name}", result.stderr), result.stderr
+    name = re.search(r"aoti_torch_\w+", original)
+    what = f"prototype of {name.group(0)}" if name else "code of float8_e8m0fnu"
+    assert what in result.stderr, result.stderr
 
 
 def test_every_required_symbol_is_exported_by_the_installed_torch():
@@ -92,6 +96,19 @@ def test_every_required_symbol_is_exported_by_the_installed_torch():
     assert not hasattr(library, "aoti_torch_no_such_function")
 
 
+def test_messages_spell_every_dtype_as_torch_does():
+    """The op layer's names come from torch's own codes: none is a number written down here."""
+    op = torch.ops.vllm_megaattn.mxfp8_quantize_sfd128x4.default
+    q, q_scale = torch.empty((1, 32), dtype=torch.float8_e4m3fn), torch.empty(512, dtype=torch.uint8)
+    names = re.findall(r"X\((\w+)\)", (CSRC / "torch_symbols.h").read_text().split("MX_TORCH_DTYPES(X)")[1])
+    assert {"int8", "int16", "float16", "bool", "float8_e5m2", "int64"} <= set(names)
+    for name in {*names, "float8_e8m0fnu"} - {"bfloat16"}:
+        z = torch.empty((1, 32), dtype=getattr(torch, name))
+        with pytest.raises(RuntimeError, match=rf"z must have dtype bfloat16, got {name}\b"):
+            op(z, q, q_scale, 32)
+    assert not re.search(r"\{\d+, \"", (CSRC / "op_check.c").read_text())
+
+
 def test_torch_names_are_known_to_one_file_only():
     """Whatever calls libtorch does it through the table, by a name on the list."""
     listed = {
@@ -102,7 +119,7 @@ def test_torch_names_are_known_to_one_file_only():
     for path in sorted(CSRC.rglob("*.[ch]*")):
         if path.name == "torch_symbols.h":
             continue
-        code = re.sub(r"/\*.*?\*/|//[^\n]*|\"(\\.|[^\"\\])*\"", "", path.read_text(), flags=re.DOTALL)
+        code = re.sub(r"/\*.*?\*/|//[^\n]*|\"(\\.|[^\"\\])*\"|\w*##\w*", "", path.read_text(), flags=re.DOTALL)
         used = set(re.findall(r"\b(aoti_torch_\w+|torch_[a-z]\w+)\s*\(", code))
         through_table = set(re.findall(r"mx_torch\.(\w+)", code))
         foreign = {name for name in used if name not in through_table and f"static void {name}" not in code}

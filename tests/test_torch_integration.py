@@ -112,9 +112,10 @@ def test_opcheck(name):
 @pytest.mark.usefixtures("allclose_of_float8")
 @pytest.mark.parametrize("tokens", [1, 129])
 @pytest.mark.parametrize("name", OPS)
-def test_opcheck_on_random_data(name, tokens, monkeypatch, rng):
+def test_opcheck_on_random_data(name, tokens, device, monkeypatch, rng):
     """The same on data of other sizes, for writes that only appear behind the first tile."""
     operands, options = random_operands(name, tokens, rng)
+    operands = [operand.to(device) for operand in operands]
     calls = op_arguments(monkeypatch)
     getattr(vllm_megaattn, name)(*operands, **options)
     op = getattr(torch.ops.vllm_megaattn, name).default

@@ -222,7 +222,8 @@ def load_o_proj(
     checkpoint does not tell (see the module's text).
 
     Raises FileNotFoundError for missing files, KeyError for missing tensors (with the nearest names) and ValueError
-    for a wrong dtype, shape, scale or tp_size, each naming the tensor and what was expected.
+    for a wrong dtype, shape, scale or tp_size and for NaN elements or scales (a damaged file: how many of the shard, and
+    the place of the first in the file's tensor), each naming the tensor and what was expected.
     """
     for name, value in (("layer", layer), ("tp_rank", tp_rank), ("tp_size", tp_size)):
         if isinstance(value, bool) or not isinstance(value, int):
@@ -277,6 +278,8 @@ def load_o_proj(
         mine = slice(begin, end)
         wo_a = checkpoint.read(names["wo_a"], rows=mine)
         wo_b = checkpoint.read(names["wo_b"], cols=mine)
+        layouts.refuse_nan(wo_a, name=names["wo_a"], offset=(begin, 0))
+        layouts.refuse_nan(wo_b, name=names["wo_b"], offset=(0, begin))
         wo_a_scale = _read_scale(checkpoint, scale_names["wo_a"], rows=_shrink(mine, blocks["wo_a"][0]))
         wo_b_scale = _read_scale(checkpoint, scale_names["wo_b"], cols=_shrink(mine, blocks["wo_b"][1]))
         return OProjWeights(
@@ -343,8 +346,7 @@ def _abridge(numbers: Sequence[int]) -> str:
 
 def _read_scale(checkpoint: Checkpoint, key: str, **part: slice) -> torch.Tensor:
     scale = layouts.scale_bytes(checkpoint.read(key, **part), name=key)
-    if bool((scale == layouts.SCALE_NAN).any()):
-        raise ValueError(f"{key} holds NaN scales (0xFF): the checkpoint is damaged")
+    layouts.refuse_nan(scale, name=key, offset=[part[axis].start if axis in part else 0 for axis in ("rows", "cols")])
     return scale
 
 

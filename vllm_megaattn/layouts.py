@@ -48,40 +48,70 @@ def round_up(a: int, b: int) -> int:
 # ---- offsets and sizes -----------------------------------------------------------------------------------------
 
 
+def _check_range(name: str, value, end: int | None, why: str) -> None:
+    """`value`, an int or an integer tensor, must lie in [0, end); end None: no upper end."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() == 0:
+            return
+        low, high = int(value.min()), int(value.max())
+    else:
+        low = high = value
+    if low < 0 or (end is not None and high >= end):
+        upper = "" if end is None else f" and below {why} = {end}"
+        raise ValueError(f"{name} must be at least 0{upper}, got {low if low < 0 else high}")
+
+
+def _check_counts(**counts: int) -> None:
+    for name, count in counts.items():
+        if isinstance(count, int) and count < 0:  # a symbolic size of torch.compile is never negative
+            raise ValueError(f"{name} must be at least 0, got {count}")
+
+
 def f8_128x4_offset(row, block, num_blocks: int):
     """Byte offset of the scale of (row, block of 32) in an F8_128x4 buffer with `num_blocks` = K / 32 blocks a row.
 
-    Works on ints and, elementwise with broadcasting, on integer tensors.
+    Works on ints and, elementwise with broadcasting, on integer tensors, for padding too. Raises ValueError for a negative
+    row and for a block outside [0, ceil4(num_blocks)): the formula would give the place of another one.
     """
+    _check_range("row", row, None, "")
+    _check_range("block", block, round_up(num_blocks, TILE_COLS), "ceil4(num_blocks)")
     tile = (row // TILE_ROWS) * ceil_div(num_blocks, TILE_COLS) + block // TILE_COLS
     return tile * TILE_BYTES + (row % 32) * 16 + ((row % TILE_ROWS) // 32) * 4 + block % TILE_COLS
 
 
 def f8_8x4_offset(row, block, num_blocks: int):
-    """Byte offset of the scale of (row, block) in an 8x4 buffer. Ints or integer tensors."""
+    """Byte offset of the scale of (row, block) in an 8x4 buffer. Ints or integer tensors; errors as above."""
+    _check_range("row", row, None, "")
+    _check_range("block", block, round_up(num_blocks, TILE_COLS), "ceil4(num_blocks)")
     tile = (row // SMALL_TILE_ROWS) * ceil_div(num_blocks, TILE_COLS) + block // TILE_COLS
     return tile * 32 + (row % SMALL_TILE_ROWS) * 4 + block % TILE_COLS
 
 
 def packed_offset(row, block, pitch: int):
     """Byte offset of the scale of (row, block) in packed MN-major words; `pitch` = words from one word column to the
-    next, at least ceil4(rows). Ints or integer tensors. Little-endian, as every machine this runs on."""
+    next, at least ceil4(rows). Ints or integer tensors. Little-endian, as every machine this runs on. Raises ValueError
+    for a row outside [0, pitch) and for a negative block."""
+    _check_range("row", row, pitch, "pitch")
+    _check_range("block", block, None, "")
     return ((block // 4) * pitch + row) * 4 + block % 4
 
 
 def f8_128x4_bytes(rows: int, num_blocks: int) -> int:
     """Bytes of an F8_128x4 buffer: whole tiles, so ceil128(rows) * ceil4(num_blocks)."""
+    _check_counts(rows=rows, num_blocks=num_blocks)
     return round_up(rows, TILE_ROWS) * round_up(num_blocks, TILE_COLS)
 
 
 def f8_8x4_bytes(rows: int, num_blocks: int) -> int:
     """Bytes of an 8x4 buffer: ceil8(rows) * ceil4(num_blocks)."""
+    _check_counts(rows=rows, num_blocks=num_blocks)
     return round_up(rows, SMALL_TILE_ROWS) * round_up(num_blocks, TILE_COLS)
 
 
 def f8_128x4_grouped_bytes(groups: int, rows: int, num_blocks: int, *, padding: str) -> int:
     """Bytes for `groups` matrices of `rows` rows. padding "per_group": each group starts on a tile; "flattened": the
     groups' rows follow each other without gaps, tiles may straddle groups."""
+    _check_counts(groups=groups, rows=rows, num_blocks=num_blocks)
     if padding == "per_group":
         return groups * f8_128x4_bytes(rows, num_blocks)
     if padding == "flattened":
@@ -157,6 +187,13 @@ def scale_bytes(scale: torch.Tensor, *, num_blocks: int | None = None, name: str
     raise TypeError(f"{name} must be uint8, float8_e8m0fnu, packed int32 or power-of-two float32, got {scale.dtype}")
 
 
+def weight_scale_bytes(scale: torch.Tensor, rows: int, cols: int, *, name: str = "scale") -> torch.Tensor:
+    """`scale_bytes` of the scales of [rows, cols] weights, where 1-D is F8_128x4: its padding is left out."""
+    if scale.dim() == 1:
+        return from_f8_128x4(scale, rows, cols // BLOCK, name=name)
+    return scale_bytes(scale, name=name)
+
+
 def as_byte_buffer(scale: torch.Tensor, *, name: str = "scale") -> torch.Tensor:
     """A tiled (F8_128x4 or 8x4) buffer as 1-D uint8, without a copy: uint8 or float8_e8m0fnu of any shape, or vLLM's
     int32 view [ceil(T / 128), C / 128, 128] of the same bytes. It must be contiguous."""
@@ -165,6 +202,35 @@ def as_byte_buffer(scale: torch.Tensor, *, name: str = "scale") -> torch.Tensor:
     if not scale.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got shape {list(scale.shape)} strides {list(scale.stride())}")
     return scale.reshape(-1).view(torch.uint8)
+
+
+# ---- NaN codes -------------------------------------------------------------------------------------------------
+
+
+def find_nan(data: torch.Tensor) -> tuple[int, list[int]]:
+    """How many NaN codes a tensor holds, and the index of the first of them ([] if there are none).
+
+    data: e4m3 elements, of which 0x7F and 0xFF are NaN, or scale bytes (uint8 or float8_e8m0fnu), of which 0xFF is.
+    """
+    raw, nan_code = data.view(torch.uint8), SCALE_NAN
+    if data.dtype == torch.float8_e4m3fn:
+        raw, nan_code = raw & 0x7F, 0x7F
+    if raw.numel() == 0 or int(raw.max()) < nan_code:  # the quickest question that one pass answers
+        return 0, []
+    places = (raw == nan_code).nonzero()
+    return places.shape[0], places[0].tolist()
+
+
+def refuse_nan(data: torch.Tensor, *, name: str, offset: Sequence[int] | None = None) -> None:
+    """Raise ValueError if weights or scale bytes (as in `find_nan`) hold a NaN: how many, and where the first one is.
+
+    offset: index of data's first element in the tensor that the message is about.
+    """
+    count, first = find_nan(data)
+    if count:
+        what = "elements (0x7F or 0xFF)" if data.dtype == torch.float8_e4m3fn else "scales (0xFF)"
+        where = [i + o for i, o in zip(first, offset or [0] * len(first), strict=True)]
+        raise ValueError(f"{name} holds NaN {what}: {count} of {data.numel()}, the first at {where}")
 
 
 # ---- decoding --------------------------------------------------------------------------------------------------
@@ -355,6 +421,10 @@ def from_packed(packed: torch.Tensor, num_blocks: int | None = None, *, name: st
 # ---- blocks ----------------------------------------------------------------------------------------------------
 
 
+# Rows x columns of the blocks that checkpoints have, in the order in which shapes are compared with them.
+WEIGHT_BLOCKS = ((32, 32), (128, 128), (1, 32))
+
+
 def block_scale_shape(rows: int, cols: int, block: tuple[int, int]) -> tuple[int, int]:
     """Shape of the block scales of a [rows, cols] matrix: partial blocks at the edges count."""
     return ceil_div(rows, block[0]), ceil_div(cols, block[1])
@@ -365,7 +435,7 @@ def find_block_shape(
     cols: int,
     scale_shape: Sequence[int],
     *,
-    candidates: Sequence[tuple[int, int]] = ((32, 32), (128, 128), (1, 32)),
+    candidates: Sequence[tuple[int, int]] = WEIGHT_BLOCKS,
     name: str = "scale",
 ) -> tuple[int, int]:
     """Which of the known block shapes the scales of a [rows, cols] matrix have; ValueError when none fits."""

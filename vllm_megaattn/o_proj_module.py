@@ -21,8 +21,8 @@ from vllm_megaattn import checkpoint, layouts, ops, selector
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-ORDERS = ("standard", "chunk_interleaved")
-CACHE_LAYOUTS = ("halves", "interleaved")
+
+WEIGHTS = ("wo_a", "wo_a_scale", "wo_b", "wo_b_scale")
 
 
 class YarnScaling(NamedTuple):
@@ -53,8 +53,8 @@ def rope_cache(
         raise ValueError(f"max_positions must be positive, rope_dim even, got {max_positions} and {rope_dim}")
     if not (math.isfinite(theta) and theta > 0):
         raise ValueError(f"theta must be positive and finite, got {theta}")
-    if layout not in CACHE_LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(CACHE_LAYOUTS)}, got {layout!r}")
+    if layout not in ops.COS_SIN_LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(ops.COS_SIN_LAYOUTS)}, got {layout!r}")
     half = rope_dim // 2
     index = torch.arange(half, dtype=torch.float64)
     frequency = theta ** (-2.0 * index / rope_dim)
@@ -79,19 +79,22 @@ class OProj(torch.nn.Module):
 
     wo_a       float8_e4m3fn [G, rank, K]; wo_a_scale any form that the ops take, or power-of-two float32 blocks
     wo_b       float8_e4m3fn [N, G * rank]; wo_b_scale likewise
-    cos_sin    float32 [max_positions, 64], see `rope_cache`; needed by `forward`, not by `forward_quantized`
+    cos_sin    float32 [max_positions, R], R even (DeepSeek: 64), see `rope_cache`; needed by `forward`, not by
+               `forward_quantized`
     order      order of a group's columns that the attention output is quantised in: "standard" (column = head * 512
                + d) or "chunk_interleaved" (vLLM's mega attention). wo_a is always given in standard order, as
                checkpoints hold it, and permuted here.
     path       "auto", "fused" or "unfused", see `selector`
-    scale_span columns of an activation that share one scale; None lets the op choose
+    scale_span columns of an activation that share one scale, 32, 128 or 256; None lets the op choose
+    padded_heads  True: `forward` takes an attention output with more heads than wo_a reads, those behind are padding (the
+               buffers of 64 heads that vLLM and SGLang hand over). False: such a one is refused
     process_group  all-reduces y over this group; None returns the partial sum of this rank's groups
     device     where to put everything; None: where wo_a is
 
-    The weights are buffers in the form that `prepare_weight` gives for the device; `reports` says what it changed.
-    Tensors that have that form already are taken over, not copied. `load_weights` replaces the buffers' contents in
-    place, so addresses, and captured CUDA graphs, stay valid. `Module.to` and friends move the buffers but never
-    change their dtypes: they are byte formats, not precisions.
+    The weights are buffers in the form that `prepare_weight` gives for the device; `reports` says what it changed. Weights
+    or scales that hold NaN are refused. Tensors that have that form already are taken over, not copied. `load_weights`
+    replaces the buffers' contents in place, so addresses, and captured CUDA graphs, stay valid. `Module.to` and friends
+    move the buffers but never change their dtypes: they are byte formats, not precisions.
     """
 
     def __init__(
@@ -106,24 +109,32 @@ class OProj(torch.nn.Module):
         order: str = "standard",
         path: str = "auto",
         scale_span: int | None = None,
+        padded_heads: bool = False,
         process_group: ProcessGroup | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if order not in ORDERS:
-            raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
-        if cos_sin_layout not in CACHE_LAYOUTS:
-            raise ValueError(f"cos_sin_layout must be one of {', '.join(CACHE_LAYOUTS)}, got {cos_sin_layout!r}")
-        if cos_sin is not None and cos_sin.dtype != torch.float32:
-            raise TypeError(f"cos_sin must be float32 [max_positions, 64], got {cos_sin.dtype}")
-        if cos_sin is not None and cos_sin.dim() != 2:
-            raise ValueError(f"cos_sin must be float32 [max_positions, 64], got {list(cos_sin.shape)}")
+        for name, tensor in zip(WEIGHTS, (wo_a, wo_a_scale, wo_b, wo_b_scale), strict=True):
+            _require_tensor(name, tensor)
+        if order not in ops.ORDERS:
+            raise ValueError(f"order must be one of {', '.join(ops.ORDERS)}, got {order!r}")
+        if cos_sin_layout not in ops.COS_SIN_LAYOUTS:
+            raise ValueError(
+                f"cos_sin_layout must be one of {', '.join(ops.COS_SIN_LAYOUTS)}, got {cos_sin_layout!r}"
+            )
         _check_weights(wo_a, wo_b)
+        if cos_sin is not None:
+            _check_cos_sin(cos_sin, wo_a.shape[2])
+        if scale_span is not None:
+            _check_scale_span(scale_span, *wo_a.shape[1:])
+        if not isinstance(padded_heads, bool):
+            raise TypeError(f"padded_heads must be a bool, got {padded_heads!r}")
         target = torch.device(device) if device is not None else wo_a.device
         self.order = order
         self.cos_sin_layout = cos_sin_layout
         self.path = path
         self.scale_span = scale_span
+        self.padded_heads = padded_heads
         self.process_group = process_group
         self.groups, self.rank, self.group_cols = wo_a.shape
         self.out_features = wo_b.shape[0]
@@ -133,7 +144,7 @@ class OProj(torch.nn.Module):
         prepared, self.reports = self._prepare(wo_a, wo_a_scale, wo_b, wo_b_scale, target)
         for name, tensor in prepared.items():
             self.register_buffer(name, tensor)
-        cache = cos_sin.to(target) if cos_sin is not None else None
+        cache = cos_sin.to(target).contiguous() if cos_sin is not None else None
         self.register_buffer("cos_sin", cache, persistent=False)
 
     @classmethod
@@ -177,9 +188,9 @@ class OProj(torch.nn.Module):
         )
 
     def forward(self, attn_out: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """BF16 [T, >= G * heads per group, 512] and int64 [T] -> BF16 [T, N].
+        """BF16 [T, G * heads per group, 512] and int64 [T] -> BF16 [T, N].
 
-        Heads beyond the live ones are padding and are not read. A position outside the cache gives NaN for its token.
+        More heads only with padded_heads: they are not read. A position outside the cache gives NaN for its token.
         """
         if self.cos_sin is None:
             raise ValueError("OProj was built without cos_sin: give it one, or call forward_quantized")
@@ -196,6 +207,7 @@ class OProj(torch.nn.Module):
             cos_sin_layout=self.cos_sin_layout,
             path=self.path,
             scale_span=self.scale_span,
+            padded_heads=self.padded_heads,
         )
         return self._reduce(y)
 
@@ -223,8 +235,11 @@ class OProj(torch.nn.Module):
     ) -> None:
         """Replace all four tensors in place, through the same preparation as in the constructor.
 
-        Nothing is written unless everything fits: wrong shapes or dtypes raise ValueError and leave the old weights.
+        Nothing is written unless everything fits: wrong shapes or dtypes and NaN raise ValueError and leave the old
+        weights.
         """
+        for name, tensor in zip(WEIGHTS, (wo_a, wo_a_scale, wo_b, wo_b_scale), strict=True):
+            _require_tensor(name, tensor)
         _check_weights(wo_a, wo_b)
         expected = [self.groups, self.rank, self.group_cols], [self.out_features, self.groups * self.rank]
         for name, tensor, shape in zip(("wo_a", "wo_b"), (wo_a, wo_b), expected, strict=True):
@@ -271,14 +286,21 @@ class OProj(torch.nn.Module):
         """The four tensors in the device's favourite form, and prepare_weight's report on each weight."""
         wo_a_scale = _bytes_if_float32(wo_a_scale, "wo_a_scale")
         wo_b_scale = _bytes_if_float32(wo_b_scale, "wo_b_scale")
-        if self.order == "chunk_interleaved":
-            wo_a, wo_a_scale = _interleave(wo_a, wo_a_scale)
         prepared: dict[str, torch.Tensor] = {}
         reports: dict[str, object] = {}
         for name, weight, scale in (("wo_a", wo_a, wo_a_scale), ("wo_b", wo_b, wo_b_scale)):
-            prepared[name], prepared[f"{name}_scale"], reports[name] = ops.prepare_weight(
-                weight, scale, device=device
+            ordered = weight, scale
+            if name == "wo_a" and self.order == "chunk_interleaved":
+                ordered = _interleave(weight, scale)
+            groups = self.groups if name == "wo_a" else 1
+            prepared[name], prepared[f"{name}_scale"], report = ops.prepare_weight(
+                *ordered, groups=groups, device=device
             )
+            if report["nan_elements"] or report["nan_scales"]:  # found again in the caller's order of columns
+                layouts.refuse_nan(weight, name=name)
+                codes = layouts.weight_scale_bytes(scale, *weight.shape[-2:], name=f"{name}_scale")
+                layouts.refuse_nan(codes, name=f"{name}_scale")
+            reports[name] = report
         return prepared, reports
 
     def _reduce(self, y: torch.Tensor) -> torch.Tensor:
@@ -292,6 +314,35 @@ class OProj(torch.nn.Module):
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
         return super()._apply(move_only, recurse)
+
+
+def _require_tensor(name: str, tensor: object) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+
+
+def _check_cos_sin(cos_sin: torch.Tensor, group_cols: int) -> None:
+    """float32 [positions, R]: what the op would refuse at the first call, refused before there is one."""
+    _require_tensor("cos_sin", cos_sin)
+    if cos_sin.dtype != torch.float32:
+        raise TypeError(f"cos_sin must be float32 [max_positions, 64], got {cos_sin.dtype}")
+    head_dim = min(group_cols, checkpoint.HEAD_DIM)
+    if cos_sin.dim() != 2 or cos_sin.shape[0] < 1 or not 2 <= cos_sin.shape[1] <= head_dim or cos_sin.shape[1] % 2:
+        raise ValueError(
+            f"cos_sin must be float32 [max_positions, R] with at least one position and R even, from 2 to {head_dim}, got "
+            f"{list(cos_sin.shape)}"
+        )
+    if cos_sin.requires_grad:
+        raise ValueError("cos_sin must not require grad: the projection has no backward; got requires_grad=True")
+
+
+def _check_scale_span(scale_span: object, rank: int, group_cols: int) -> None:
+    if isinstance(scale_span, bool) or not isinstance(scale_span, int):
+        raise TypeError(f"scale_span must be an int or None, got {scale_span!r}")
+    if scale_span not in (32, 128, 256):
+        raise ValueError(f"scale_span must be None, 32, 128 or 256, got {scale_span}")
+    if rank % scale_span or group_cols % scale_span:
+        raise ValueError(f"scale_span must divide rank = {rank} and K = {group_cols} of wo_a, got {scale_span}")
 
 
 def _check_weights(wo_a: torch.Tensor, wo_b: torch.Tensor) -> None:
@@ -321,8 +372,7 @@ def _interleave(wo_a: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, 
     if scale.dtype == torch.int32:
         scale = layouts.from_packed(scale, cols // layouts.BLOCK, name="wo_a_scale")
     scale = layouts.scale_bytes(scale, name="wo_a_scale").reshape(groups, -1, scale.shape[-1])
-    candidates = ((32, 32), (128, 128), (1, 32))
-    block = layouts.find_block_shape(rank, cols, scale.shape[-2:], candidates=candidates, name="wo_a_scale")
+    block = layouts.find_block_shape(rank, cols, scale.shape[-2:], name="wo_a_scale")
     if block == (128, 128):
         scale = layouts.expand_blocks(scale, rank, cols, block)[:, :: layouts.BLOCK].contiguous()
     order = checkpoint.HEAD_DIM

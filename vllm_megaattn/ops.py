@@ -39,6 +39,9 @@ _PREFERRED_SPAN = {"sm90": 256}
 # also what vLLM holds there and the only form cuBLASLt takes.
 ROW_SCALES = ("sm100", "sm103")
 
+# Up to so many tokens the GPU kernels that read their weights once are used (csrc/cuda/cuda_backend.c).
+_MAX_DECODE_TOKENS = 64
+
 
 # ---- argument handling ---------------------------------------------------------------------------------------------
 
@@ -243,21 +246,23 @@ def inv_rope_mxfp8_quantize(
     order: str = "standard",
     cos_sin_layout: str = "halves",
     scale_span: int = 32,
+    padded_heads: bool = False,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotates the attention output back by its positions and quantises it: what wo_a reads.
 
-    attn:      BF16 [T, heads, D], token and head stride free, last stride 1; heads past those of the groups are
-               padding and never read. The last R columns of a head are R/2 interleaved pairs (DeepSeek: D = 512,
-               R = 64).
+    attn:      BF16 [T, heads, D], token and head stride free, last stride 1. The last R columns of a head are R/2
+               interleaved pairs (DeepSeek: D = 512, R = 64).
     positions: int64 [T]. One outside the cache poisons its token with NaN scales (0xFF); others are untouched.
     cos_sin:   float32 [positions, R]; "halves": cos[R/2] then sin[R/2] (vLLM), "interleaved": cos, sin, cos, ...
                (SGLang).
-    groups:    G; heads per group are derived as the live heads divided by G, where live heads is `heads` unless `out`
-               says otherwise (pass out, or slice attn[:, :n], to leave padded heads out).
+    groups:    G; a group has heads/G heads.
     order:     columns of a group: "standard" head * D + d, or "chunk_interleaved" (d/32 * heads + head) * 32 + d%32,
                the order vLLM's mega attention writes and its wo_a is permuted to.
     scale_span: columns that share one scale, 32, 128 or 256.
+    padded_heads: True: attn may have more heads than G * K/D, those behind are padding and never read; K is then that of
+               out[0], which must be given. False (default): so many heads are an error, since they usually mean wrong
+               groups; a view attn[:, :live] leaves padding out too.
 
     Values are rotated in FP32 (order of operations: csrc/kernels.h), rounded to BF16, then quantised.
     Returns x e4m3 [T, G, K] contiguous, K = heads/G * D, and x_scale int32 [T, G, K/128] with stride 1 over T.
@@ -268,11 +273,15 @@ def inv_rope_mxfp8_quantize(
     _require_dims(op, "attn", attn, (3,), "[T, heads, D]")
     codes = _choose(op, "order", order, ORDERS), _choose(op, "cos_sin_layout", cos_sin_layout, COS_SIN_LAYOUTS)
     if out is None:
+        if padded_heads:
+            raise ValueError(f"{op}: padded_heads needs out, whose K says how many heads are live; got out=None")
         x, x_scale = _empty_activation(attn.shape[0], groups, _group_columns(op, attn, groups), attn.device)
     else:
         x, x_scale = _pair(op, out, "x, x_scale")
-        if x.dim() == 3 and x.shape[1] != groups:
-            raise ValueError(f"{op}: out[0] (x) must have groups = {groups} as size 1, got {x.shape[1]}")
+        if x.dim() == 3:
+            if x.shape[1] != groups:
+                raise ValueError(f"{op}: out[0] (x) must have groups = {groups} as size 1, got {x.shape[1]}")
+            _check_heads(op, attn, groups, "out[0] (x)", x.shape[2], padded_heads)
     call(_inv_rope_mxfp8_quantize, op, attn, positions, cos_sin, x, x_scale, *codes, scale_span)
     return x, x_scale
 
@@ -282,6 +291,22 @@ def _group_columns(op: str, attn: torch.Tensor, groups: int) -> int:
     if groups <= 0 or attn.shape[1] % groups:
         raise ValueError(f"{op}: groups must divide the {attn.shape[1]} heads of attn, got {groups}")
     return attn.shape[1] // groups * attn.shape[2]
+
+
+def _check_heads(op: str, attn: torch.Tensor, groups: int, name: str, k: int, padded_heads: bool) -> None:
+    """Refuses heads that `groups` groups of k columns do not read, unless the caller knows of them. Too few are refused by
+    the op."""
+    head_dim = attn.shape[2]
+    if head_dim == 0:
+        return
+    if k % head_dim:
+        raise ValueError(f"{op}: {name} must have K a multiple of attn's head size {head_dim}, got {k}")
+    live = groups * (k // head_dim)
+    if attn.shape[1] > live and not padded_heads:
+        raise ValueError(
+            f"{op}: attn must have {live} heads (groups = {groups} of K/D = {k // head_dim}), got {attn.shape[1]}; if "
+            f"those behind the first {live} are padding, say padded_heads=True"
+        )
 
 
 # ---- the whole projection ------------------------------------------------------------------------------------------
@@ -345,12 +370,14 @@ def o_proj_from_attn(
     cos_sin_layout: str = "halves",
     path: str = "auto",
     scale_span: int | None = None,
+    padded_heads: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The output projection of a BF16 attention output: inverse RoPE + quantise, then `o_proj`. BF16 [T, N_b].
 
-    Arguments as in `inv_rope_mxfp8_quantize` and `o_proj`; heads beyond groups * K / D are padding and never read (K
-    comes from wo_a). scale_span is used for x and for z.
+    Arguments as in `inv_rope_mxfp8_quantize` and `o_proj`; K comes from wo_a, so attn has G * K/D heads, and more only
+    with padded_heads=True, as vLLM's buffers of 64 heads have on a tensor-parallel rank. scale_span is used for x and for
+    z.
     """
     op = "o_proj_from_attn"
     _require_tensors(
@@ -367,6 +394,8 @@ def o_proj_from_attn(
     _require_dims(op, "attn", attn, (3,), "[T, heads, D]")
     if groups <= 0:
         raise ValueError(f"{op}: groups must be positive, got {groups}")
+    if wo_a.dim() in (2, 3):
+        _check_heads(op, attn, groups, "wo_a", wo_a.shape[-1], padded_heads)
     codes = _choose(op, "order", order, ORDERS), _choose(op, "cos_sin_layout", cos_sin_layout, COS_SIN_LAYOUTS)
     chosen = _choose_path(op, attn.device, _rows_of(op, "wo_a", wo_a, groups), path)
     if chosen == "dequantised":
@@ -413,7 +442,11 @@ def _projection_buffers(
     scale_span: int | None,
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool, int]:
-    """Allocates what lies between the kernels of the chosen path (z, its scales, BF16 z, empty when fused) and y."""
+    """Allocates what lies between the kernels of the chosen path (z, its scales, BF16 z) and y.
+
+    BF16 z is what the unfused path is about. The fused path on a GPU gets room for it when tokens are few: kernels that
+    read their weights once may quantise it in place of writing z quantised (csrc/cuda/sm90_decode.h).
+    """
     rows = _rows_of(op, "wo_a", wo_a, groups)
     _require_dims(op, "wo_b", wo_b, (2,), "[N, K]")
     _require_dims(op, "wo_a_scale", wo_a_scale, (1, 2, 3), "[G, N/r, K/c] or [G*N/r, K/c]")
@@ -423,7 +456,8 @@ def _projection_buffers(
     else:
         _require_int(op, scale_span=scale_span)
     z, z_scale = _empty_mxfp8(tokens, groups * rows, device)
-    z_bf16 = torch.empty((0,) if fused else (tokens, groups, rows), dtype=torch.bfloat16, device=device)
+    has_bf16 = not fused or (device.type == "cuda" and tokens <= _MAX_DECODE_TOKENS)
+    z_bf16 = torch.empty((tokens, groups, rows) if has_bf16 else (0,), dtype=torch.bfloat16, device=device)
     if out is None:
         out = torch.empty((tokens, wo_b.shape[0]), dtype=torch.bfloat16, device=device)
     else:
@@ -442,6 +476,7 @@ def prepare_weight(
     w: torch.Tensor,
     w_scale: torch.Tensor,
     *,
+    groups: int | None = None,
     device: torch.device | str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, object]]:
     """Brings weights into the form the device's kernels like best; idempotent, run once at load.
@@ -449,87 +484,148 @@ def prepare_weight(
     w:       e4m3 [G, N, K], [G*N, K] or [N, K].
     w_scale: any form that the ops take, or float32 blocks of positive powers of two (others are refused: rounding a
              scale without re-quantising the data would change the weights).
+    groups:  G of a 2-D w whose groups lie one below the other, 2-D scales likewise. None: as a third dimension of w or of
+             w_scale says, else 1; refused where [G*rows, cols] scales fit one matrix and G stacked ones, with other blocks.
     device:  where the result shall live; default: where w lives.
 
-    Returns (w, w_scale, report). On the CPU the values are kept as they are, contiguous, scales as uint8 where they
-    were float32. On Hopper each 32 rows share one scale over all of K (uint8 [.., N/32, 1]): exact but for elements
-    pushed into e4m3's subnormal range; weights that would change by more than MAX_REBLOCK_ERROR keep their scales.
-    On datacenter Blackwell the data stay as they are and scales are laid out as the tensor cores read them: w [G, N, K]
-    (wo_a) gets int32 words [G, N, K/128] with stride 1 over N, w [N, K] (wo_b) gets 1-D F8_128x4. So give wo_a with
-    three dimensions there, or with scales that have three.
-    report: {"form", "changed" (elements whose value changed), "elements", "relative_error"}.
+    Returns (w, w_scale, report), w of the same shape as before. On the CPU the values are kept as they are, contiguous,
+    scales as uint8 where they were float32. On Hopper each 32 rows share one scale over all of K (uint8 [.., N/32, 1],
+    2-D where both arguments were): exact but for elements pushed into e4m3's subnormal range; weights that would change by
+    more than MAX_REBLOCK_ERROR keep their scales.
+    On datacenter Blackwell the data stay as they are and scales are laid out as the tensor cores read them: wo_a (3-D, or
+    `groups` or scales that say so) gets int32 words [G, N, K/128] with stride 1 over N, w [N, K] gets 1-D F8_128x4.
+    report: {"form", "changed" (elements whose value changed), "elements", "relative_error", "nan_elements", "nan_scales"
+    (how many 0x7F or 0xFF, and 0xFF)}, and where those are not 0 "first_nan_element", "first_nan_scale" (indices into w
+    and into the scales as bytes). NaN is kept, never laundered: a caller that wants none asks the report.
     """
     op = "prepare_weight"
     _require_tensors(op, w=w, w_scale=w_scale)
+    if groups is not None:
+        _require_int(op, groups=groups)
     if w.dtype is not E4M3:
         raise TypeError(f"{op}: w must have dtype float8_e4m3fn, got {str(w.dtype).removeprefix('torch.')}")
     _require_dims(op, "w", w, (2, 3), "[G, N, K] or [G*N, K]")
     target = torch.device(device) if device is not None else w.device
     if w_scale.dtype is torch.float32:
         w_scale = layouts.scale_bytes_from_float32(w_scale, name="w_scale")
-    _check_weight(op, w, w_scale)
+    groups = _groups_of_weight(op, w, w_scale, groups)
+    _check_weight(op, w, w_scale, groups)
     report: dict[str, object] = {"form": "as given", "changed": 0, "elements": w.numel(), "relative_error": 0.0}
+    report.update(_count_nan(w, w_scale))
     key = selector.device_key(target)
-    already = w_scale.dtype is not torch.int32 and w_scale.dim() == w.dim() and w_scale.shape[-1] == 1
-    if _PREFERRED_SPAN.get(key, 32) > 32 and not already and w.shape[-2] % 32 == 0:
-        wide_w, wide_scale, stats = _reblock(w, w_scale, 32, w.shape[-1])
+    already = w_scale.dtype is not torch.int32 and w_scale.dim() > 1 and w_scale.shape[-1] == 1
+    if _PREFERRED_SPAN.get(key, 32) > 32 and not already and w.numel() // (groups * w.shape[-1]) % 32 == 0:
+        wide_w, wide_scale, stats = _reblock(w, w_scale, groups, 32, w.shape[-1])
         if stats["relative_error"] <= MAX_REBLOCK_ERROR:
             w, w_scale = wide_w, wide_scale
             report.update(stats, form="32 rows x K")
         else:
             report.update(form="as given", refused_relative_error=stats["relative_error"])
     if key in ROW_SCALES:
-        w_scale, report["form"] = _row_scales(w, w_scale)
+        grouped = w.dim() == 3 or w_scale.dim() == 3 or groups > 1
+        w_scale, report["form"] = _row_scales(w, w_scale, groups if grouped else None)
     return w.to(target).contiguous(), w_scale.to(target), report
 
 
-def _row_scales(w: torch.Tensor, w_scale: torch.Tensor) -> tuple[torch.Tensor, str]:
-    """Scales as Blackwell's kernels read them, and the name of the form; what has the form already is returned as is."""
-    grouped = w.dim() == 3 or w_scale.dim() == 3
-    if grouped and w_scale.dtype is torch.int32 and w_scale.dim() == 3:
+def _row_scales(w: torch.Tensor, w_scale: torch.Tensor, groups: int | None) -> tuple[torch.Tensor, str]:
+    """Scales as Blackwell's kernels read them, and the name of the form; what has the form already is returned as is.
+    groups None: one matrix of two dimensions, wo_b."""
+    if groups is not None and w_scale.dtype is torch.int32 and w_scale.dim() == 3:
         return w_scale, "packed words"
-    if not grouped and w_scale.dim() == 1:
+    if groups is None and w_scale.dim() == 1:
         return w_scale, "F8_128x4"
-    groups = w.shape[0] if w.dim() == 3 else w_scale.shape[0] if grouped else 1
-    rows = w.shape[-2] if w.dim() == 3 else w.shape[0] // groups
-    linear = layouts.linear_weight_scale(w_scale, groups, rows, w.shape[-1])
-    if grouped:
+    rows = w.numel() // w.shape[-1] // (groups or 1)
+    linear = layouts.linear_weight_scale(w_scale, groups or 1, rows, w.shape[-1])
+    if groups is not None:
         return layouts.to_packed(linear), "packed words"
     return layouts.to_f8_128x4(linear[0]), "F8_128x4"
 
 
-def _check_weight(op: str, w: torch.Tensor, w_scale: torch.Tensor) -> None:
+def _groups_of_weight(op: str, w: torch.Tensor, w_scale: torch.Tensor, groups: int | None) -> int:
+    """G of a weight and its scales; refuses what contradicts itself or can be read in two ways."""
+    rows = w.shape[0]
+    if w.dim() == 3:
+        if groups not in (None, w.shape[0]):
+            raise ValueError(f"{op}: groups must be {w.shape[0]} as in w {list(w.shape)}, got {groups}")
+        return w.shape[0]
+    if groups is None:
+        groups = w_scale.shape[0] if w_scale.dim() == 3 else 1
+        if w_scale.dim() == 2 and w_scale.dtype is not torch.int32:
+            other = _stacked_reading(rows, w_scale.shape[0])
+            if other:
+                raise ValueError(
+                    f"{op}: w_scale {list(w_scale.shape)} fits w {list(w.shape)} as one matrix (groups=1) and as "
+                    f"{other} stacked ones (groups={other}), in different blocks: say which"
+                )
+    if groups < 1 or rows % groups:
+        raise ValueError(f"{op}: groups must be a positive divisor of the {rows} rows of w, got {groups}")
+    return groups
+
+
+def _stacked_reading(rows: int, scale_rows: int) -> int:
+    """The smallest G >= 2 for which `scale_rows` rows of scales also fit G stacked matrices, in other places than one
+    matrix of `rows` rows; 0 if there is none. Blocks that divide the rows lie in the same places either way."""
+    heights = {block_rows for block_rows, _ in layouts.WEIGHT_BLOCKS}
+    fitting = [height for height in heights if layouts.ceil_div(rows, height) == scale_rows]
+    if not fitting or any(rows % height == 0 for height in fitting):
+        return 0
+    for groups in range(2, scale_rows + 1):
+        if rows % groups == 0 and scale_rows % groups == 0:
+            per_group = rows // groups
+            if any(layouts.ceil_div(per_group, height) == scale_rows // groups for height in heights):
+                return groups
+    return 0
+
+
+def _check_weight(op: str, w: torch.Tensor, w_scale: torch.Tensor, groups: int) -> None:
     """Refuses what the ops would refuse, by asking one: zero tokens, tensors of the same shapes on the CPU, no work."""
+    k = w.shape[-1]
     w_like = torch.empty(w.shape, dtype=w.dtype)
     scale_like = torch.empty(w_scale.shape, dtype=w_scale.dtype)
     try:
-        if w.dim() == 2 and w_scale.dim() == 3 and w_scale.shape[0] and w.shape[0] % w_scale.shape[0] == 0:
-            w_like = w_like.view(w_scale.shape[0], -1, w.shape[1])  # [G*N, K] with the scales of each group apart
-        if w_like.dim() == 3 and w.shape[-1] % 128 == 0:
-            w = w_like
-            x = torch.empty((0, w.shape[0], w.shape[2]), dtype=E4M3)
-            einsum_fp8_bf16(x, torch.empty((0, w.shape[0], w.shape[2] // 128), dtype=torch.int32), w_like, scale_like)
+        if (w.dim() == 3 or groups > 1) and k % 128 == 0:
+            x = torch.empty((0, groups, k), dtype=E4M3)
+            einsum_fp8_bf16(x, torch.empty((0, groups, k // 128), dtype=torch.int32), w_like, scale_like)
         else:
-            _require_dims(op, "w", w, (2,), "[N, K], or [G, N, K] with K a multiple of 128")
-            z = torch.empty((0, w.shape[1]), dtype=E4M3)
+            if w.dim() == 3 or groups > 1:
+                raise ValueError(f"w: w must have K a multiple of 128 for groups of weights, got {k}")
+            z = torch.empty((0, k), dtype=E4M3)
             mxfp8_gemm_wo_b(z, torch.empty(0, dtype=torch.uint8), w_like, scale_like)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{op}: {str(error).split(': ', 1)[1]}") from None
+        text = str(error).split(": ", 1)[1]
+        stacked = w.dim() == 2 and groups == 1 and text.startswith("w_scale must hold")
+        hint = "; groups= splits a w of stacked groups" if stacked else ""
+        raise type(error)(f"{op}: {text}{hint}") from None
+
+
+def _count_nan(w: torch.Tensor, w_scale: torch.Tensor) -> dict[str, object]:
+    """prepare_weight's report on NaN codes."""
+    if w.is_meta or w_scale.is_meta:
+        return {"nan_elements": 0, "nan_scales": 0}
+    report: dict[str, object] = {}
+    for kind, data in (("element", w), ("scale", layouts.weight_scale_bytes(w_scale, *w.shape[-2:], name="w_scale"))):
+        count, first = layouts.find_nan(data)
+        report[f"nan_{kind}s"] = count
+        if count:
+            report[f"first_nan_{kind}"] = first
+    return report
 
 
 def _reblock(
-    w: torch.Tensor, w_scale: torch.Tensor, block_rows: int, block_cols: int
+    w: torch.Tensor, w_scale: torch.Tensor, groups: int, block_rows: int, block_cols: int
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, object]]:
-    """One scale per block_rows x block_cols block, on the CPU; ranks of w and of the scales are kept."""
-    source = w.cpu() if w.dim() == 3 else w.cpu().unsqueeze(0)
-    scale = w_scale.cpu() if w.dim() == 3 or w_scale.dim() == 1 else w_scale.cpu().unsqueeze(0)
-    groups, rows, k = source.shape
+    """One scale per block_rows x block_cols block of each group, on the CPU. w keeps its shape; the scales have 3
+    dimensions unless both arguments had 2 (or fewer)."""
+    source, scale = w.cpu(), w_scale.cpu()
+    if w.dim() == 2:
+        source = source.unflatten(0, (groups, -1))
+    _, rows, k = source.shape
     out_w = torch.empty_like(source, memory_format=torch.contiguous_format)
-    shape = (groups, -(-rows // block_rows), -(-k // block_cols))
-    out_scale = torch.empty(shape, dtype=torch.uint8)
+    out_scale = torch.empty((groups, -(-rows // block_rows), -(-k // block_cols)), dtype=torch.uint8)
     stats = torch.empty(3, dtype=torch.float64)
     call(_reblock_weight, "reblock_weight", source, scale, out_w, out_scale, stats)
     changed, error, norm = stats.tolist()
-    if w.dim() == 2:
-        out_w, out_scale = out_w.squeeze(0), out_scale.squeeze(0)
-    return out_w, out_scale, {"changed": int(changed), "relative_error": (error / norm) ** 0.5 if norm else 0.0}
+    if w.dim() == 2 and w_scale.dim() < 3:
+        out_scale = out_scale.flatten(0, 1)
+    report = {"changed": int(changed), "relative_error": (error / norm) ** 0.5 if norm else 0.0}
+    return out_w.view(w.shape), out_scale, report

@@ -10,6 +10,7 @@
 #if defined(__x86_64__)
 
 #include <immintrin.h>
+#include <string.h>
 
 #define AVX512_TARGET "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c"
 #define AVX512        __attribute__((target(AVX512_TARGET)))
@@ -202,14 +203,50 @@ AVX512 static void avx512_inv_rotate(const uint16_t *in, const float *cos, const
 
 /* A regular row's values are BF16 numbers, the upper halves of their FP32 patterns. Within a block, the 32-bit lane l
  * holds column l below and column 16 + l above, the order in which VDPBF16PS adds. */
-AVX512 static void avx512bf16_decode(const uint8_t *elements, const float *factor, int num_blocks, void *out) {
-    float row[MX_CPU_CHUNK];
-    uint16_t *out_row = out;
-    avx512_decode(elements, factor, num_blocks, row);
+AVX512_INL void pack_bf16_row(const float *row, int num_blocks, uint16_t *out) {
     for (int k = 0; k < num_blocks * MX_BLOCK; k += MX_BLOCK) {
         __m512i lower = _mm512_srli_epi32(_mm512_castps_si512(_mm512_loadu_ps(row + k)), 16);
         __m512i upper = _mm512_castps_si512(_mm512_loadu_ps(row + k + 16));
-        _mm512_storeu_si512(out_row + k, _mm512_mask_blend_epi16(0xAAAAAAAAu, lower, upper));
+        _mm512_storeu_si512(out + k, _mm512_mask_blend_epi16(0xAAAAAAAAu, lower, upper));
+    }
+}
+
+/* A magnitude m of e4m3 is m << 4 in BF16, up to the exponent: (byte - 7) << 7 is what the scale and the difference of
+ * the two biases add to it. Subnormals are not; these are theirs (3 is 1.5 * 2: one above 2, of exponent -1 where 4 has
+ * 0, and half a mantissa). Zero lies so far below that it stays below any exponent. */
+#define SUBNORMALS (short)0x8000, -2 * 128, -1 * 128, -1 * 128 + 64, 0, 32, 64, 96
+
+/* The exponent is added as an integer: a third of the instructions of the way through FP32, which is left to rows with
+ * NaN in them. */
+AVX512 static void avx512bf16_decode(const uint8_t *elements, const float *factor, int num_blocks, void *out) {
+    static const short small_values[32] = {SUBNORMALS};
+    static const short interleaved[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                          8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const __m512i table = _mm512_loadu_si512(small_values), order = _mm512_loadu_si512(interleaved);
+    const __m512i low_bits = _mm512_set1_epi16(0x7F), sign_bit = _mm512_set1_epi16((short)0x8000);
+    __m512i largest = _mm512_setzero_si512();
+    uint16_t *out_row = out;
+    int largest_exponent = 0;
+    for (int b = 0; b < num_blocks; b++) {
+        uint32_t bits;
+        memcpy(&bits, &factor[b], sizeof bits);
+        const int exponent = (int)(bits >> 23); /* scale byte + 8: find_factors multiplies by 256 */
+        const __m512i bias = _mm512_set1_epi16((short)((exponent - 15) * 128));
+        largest_exponent = exponent > largest_exponent ? exponent : largest_exponent;
+
+        __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(elements + b * MX_BLOCK)));
+        wide = _mm512_permutexvar_epi16(order, wide);
+        __m512i magnitude = _mm512_and_si512(wide, low_bits);
+        __mmask32 is_small = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8));
+        __m512i value = _mm512_mask_permutexvar_epi16(_mm512_slli_epi16(magnitude, 4), is_small, magnitude, table);
+        value = _mm512_max_epi16(_mm512_adds_epi16(value, bias), _mm512_setzero_si512());
+        largest = _mm512_max_epu16(largest, magnitude);
+        _mm512_storeu_si512(out_row + b * MX_BLOCK, _mm512_or_si512(value, _mm512_and_si512(wide, sign_bit)));
+    }
+    if (_mm512_cmpeq_epi16_mask(largest, low_bits) || largest_exponent == 0xFF) {
+        float row[MX_CPU_CHUNK];
+        avx512_decode(elements, factor, num_blocks, row);
+        pack_bf16_row(row, num_blocks, out);
     }
 }
 

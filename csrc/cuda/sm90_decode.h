@@ -141,8 +141,8 @@ int mx_sm90_decode_choose(struct mx_sm90_decode_plan *plan, const struct mx_sm90
 /* The quickest way through the whole projection; all ways give the same bits. */
 struct mx_sm90_decode_route {
     bool rope_inside;     /* wo_a's kernel rotates and quantises the attention output itself */
-    bool quantize_inside; /* wo_b's kernel quantises the BF16 z itself */
-    bool mxfp8_z;         /* otherwise: wo_a writes z quantised, rather than in BF16 for a kernel that quantises it */
+    bool quantize_inside; /* wo_b's kernel quantises the BF16 z itself; else a kernel between does, which is quicker
+                           * than wo_a's blocks meeting for their scales */
 };
 struct mx_sm90_decode_route mx_sm90_decode_choose_route(int32_t wo_a_split, int64_t num_tokens);
 

@@ -293,8 +293,10 @@ int mx_sm90_decode_o_proj(const struct mx_o_proj *args, const struct mx_exec *ex
     struct mx_matmul a = *args->a;
     struct mx_sm90_decode_plan a_plan, b_plan, inside;
     struct mx_sm90_decode_route route;
+    const bool fused = a.out_e4m3 != NULL;
     const struct mx_quantize *bf16_z = /* where BF16 z may go */
         args->quantize != NULL && args->quantize->num_groups == a.num_groups ? args->quantize : NULL;
+    const bool mxfp8_z = fused && bf16_z == NULL;
     int code = dev != NULL ? MX_OK : MX_FAILED;
     if (code != MX_OK || (code = check_matmul(&a, exec)) != MX_OK || (code = check_matmul(args->b, exec)) != MX_OK ||
         (code = choose(&a_plan, &a, MX_DECODE_FROM_E4M3, dev, exec)) != MX_OK ||
@@ -302,15 +304,14 @@ int mx_sm90_decode_o_proj(const struct mx_o_proj *args, const struct mx_exec *ex
         return code;
     }
 
-    /* The quickest route that these arguments allow */
+    /* The quickest route that these arguments allow. Unfused, z is quantised by a kernel of its own. */
     route = mx_sm90_decode_choose_route(a_plan.split, a.num_tokens);
-    route.quantize_inside = route.quantize_inside && bf16_z != NULL && can_quantize_inside(bf16_z) &&
+    route.quantize_inside = route.quantize_inside && fused && bf16_z != NULL && can_quantize_inside(bf16_z) &&
                             choose(&inside, args->b, MX_DECODE_FROM_BF16, dev, exec) == MX_OK;
     if (route.quantize_inside) {
         b_plan = inside;
     }
-    route.mxfp8_z = a.out_e4m3 != NULL && !route.quantize_inside && (route.mxfp8_z || bf16_z == NULL);
-    if (!route.mxfp8_z && a.out_e4m3 != NULL) {
+    if (fused && !mxfp8_z) {
         a = write_bf16(&a, bf16_z);
         if ((code = check_output(&a, exec)) != MX_OK ||
             (code = choose(&a_plan, &a, MX_DECODE_FROM_E4M3, dev, exec)) != MX_OK) {
@@ -326,7 +327,7 @@ int mx_sm90_decode_o_proj(const struct mx_o_proj *args, const struct mx_exec *ex
     }
 
     code = mx_sm90_decode_run(&a_plan, &a, route.rope_inside ? args->rope : NULL, NULL, exec);
-    if (code == MX_OK && !route.mxfp8_z && !route.quantize_inside) {
+    if (code == MX_OK && !mxfp8_z && !route.quantize_inside) {
         code = mx_simt_quantize(dev, args->quantize, exec);
     }
     return code == MX_OK ? mx_sm90_decode_run(&b_plan, args->b, NULL, route.quantize_inside ? bf16_z : NULL, exec)

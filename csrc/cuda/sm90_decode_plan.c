@@ -11,55 +11,85 @@ enum {
     BLOCK_RESERVED = 1024, /* bytes of shared memory that a block takes besides its own */
 };
 
+/* Rows of a block's tile: both of two instructions, one's, or fewer. */
+enum tile { DOUBLE = 2 * BLOCK_M, WHOLE = BLOCK_M, PART = BLOCK_M - 8 };
+
 /* The shipped kernels and their rings: slots of weights, how many of them may be under way, slots of activations, and
- * after how many spans the next kernel may start. Measured in chains of wo_a and wo_b of DeepSeek-V4 shards on an
- * H200, with cold weights. 48 to 64 KB of weights under way are enough for each SM, and more delay the activations.
- * Where blocks meet for the scales of their output, clusters of 4 fit only if two blocks share an SM: rings are short
- * there. */
+ * after how many spans the next kernel may start; for blocks with up to `share` spans. The first two sections come from
+ * a random search over whole chains of DeepSeek-V4 shards on an H200, with cold weights (wo_a's share of K is 16, 8, 8
+ * and 4 spans at TP 1, 2, 4 and 8, wo_b's 32, 16, 8 and 4). What it found: 48 to 64 KB of weights under way are enough
+ * for each SM, and more delay the activations; where everything fits, the next kernel's blocks sit beside the running
+ * ones with all of their weights under way. Where blocks meet for the scales of their output, clusters of 4 fit only if
+ * two blocks share an SM: rings are short there. */
 /* clang-format off */
 static const struct {
-    int32_t from, rows, chains, split, meet, n;
+    int32_t from, tile, chains, split, meet, share, n;
     int32_t w_stages, w_in_flight, x_stages, trigger_span;
 } kernels[] = {
-    /* from                     rows  chains  split  meet  n      w slots  under way  x slots  trigger */
-    {MX_DECODE_FROM_E4M3,        64,  1,      0,     0,     8,    8,       6,         8,       0},
-    {MX_DECODE_FROM_E4M3,        64,  1,      0,     0,    16,    8,       6,         8,       0},
-    {MX_DECODE_FROM_E4M3,        64,  1,      0,     0,    32,    8,       5,         4,       0},
-    {MX_DECODE_FROM_E4M3,        64,  1,      0,     0,    64,    8,       4,         4,       0},
-    {MX_DECODE_FROM_E4M3,        64,  1,      0,     1,     8,    4,       3,         8,       12},
-    {MX_DECODE_FROM_E4M3,        64,  1,      0,     1,    16,    4,       3,         8,       12},
-    {MX_DECODE_FROM_E4M3,        64,  1,      0,     1,    32,    4,       3,         4,       14},
-    {MX_DECODE_FROM_E4M3,        64,  1,      0,     1,    64,    4,       2,         2,       14},
-    {MX_DECODE_FROM_E4M3,        64,  2,      0,     0,     8,    6,       4,         8,       10},
-    {MX_DECODE_FROM_E4M3,        64,  2,      0,     0,    16,    6,       4,         8,       10},
-    {MX_DECODE_FROM_E4M3,        64,  2,      0,     0,    32,    8,       4,         4,       10},
-    {MX_DECODE_FROM_E4M3,        64,  2,      0,     0,    64,    8,       3,         4,       16},
-    {MX_DECODE_FROM_E4M3,        64,  2,      0,     1,     8,    4,       3,         8,       14},
-    {MX_DECODE_FROM_E4M3,        64,  2,      0,     1,    16,    4,       3,         8,       14},
-    {MX_DECODE_FROM_E4M3,        64,  2,      0,     1,    32,    4,       3,         4,       14},
-    {MX_DECODE_FROM_E4M3,        64,  2,      0,     1,    64,    4,       2,         2,       14},
-    {MX_DECODE_FROM_E4M3,        64,  2,      1,     0,     8,    8,       6,         8,       1},
-    {MX_DECODE_FROM_E4M3,        64,  2,      1,     0,    16,    8,       6,         8,       1},
-    {MX_DECODE_FROM_E4M3,        64,  2,      1,     0,    32,    6,       6,         4,       8},
-    {MX_DECODE_FROM_E4M3,        64,  2,      1,     0,    64,    8,       4,         4,       8},
-    {MX_DECODE_FROM_E4M3,        64,  2,      1,     1,     8,    8,       6,         8,       1},
-    {MX_DECODE_FROM_E4M3,        64,  2,      1,     1,    16,    8,       6,         8,       1},
-    {MX_DECODE_FROM_E4M3,        64,  2,      1,     1,    32,    6,       6,         4,       8},
-    {MX_DECODE_FROM_E4M3,        64,  2,      1,     1,    64,    8,       4,         4,       8},
-    {MX_DECODE_FROM_E4M3,       128,  2,      1,     1,     8,    4,       4,         4,       1},
-    {MX_DECODE_FROM_E4M3,       128,  2,      1,     1,    16,    4,       4,         4,       1},
-    {MX_DECODE_FROM_E4M3,       128,  2,      1,     1,    32,    4,       4,         4,       1},
-    {MX_DECODE_FROM_E4M3,       128,  2,      1,     1,    64,    4,       4,         4,       1},
-    {MX_DECODE_FROM_E4M3,        64,  4,      0,     0,     8,    12,      7,         8,       0},
-    {MX_DECODE_FROM_E4M3,        64,  4,      0,     0,    16,    12,      7,         8,       0},
-    {MX_DECODE_FROM_E4M3,        64,  4,      0,     0,    32,    12,      5,         8,       0},
-    {MX_DECODE_FROM_E4M3,        64,  4,      0,     0,    64,    8,       7,         8,       0},
-    {MX_DECODE_FROM_E4M3,        64,  4,      0,     1,     8,    4,       3,         8,       0},
-    {MX_DECODE_FROM_E4M3,        64,  4,      0,     1,    16,    4,       3,         8,       0},
-    {MX_DECODE_FROM_E4M3,        64,  4,      0,     1,    32,    4,       3,         4,       0},
-    {MX_DECODE_FROM_E4M3,        64,  4,      0,     1,    64,    4,       3,         4,       0},
-    {MX_DECODE_FROM_BF16,        64,  4,      0,     0,     8,    8,       7,         0,       0},
-    {MX_DECODE_FROM_ATTENTION,   64,  2,      1,     0,     8,    4,       4,         0,       0},
+    /* from                    tile  chains  split  meet  share    n  w slots  under way  x slots  trigger */
+    {MX_DECODE_FROM_E4M3,       WHOLE, 2,      0,     0,    16,      8,   12,       3,         6,        9},
+    {MX_DECODE_FROM_E4M3,       WHOLE, 2,      0,     0,    16,     16,   10,       2,        12,       10},
+    {MX_DECODE_FROM_E4M3,       WHOLE, 2,      0,     0,    16,     32,   10,       2,         6,        7},
+    {MX_DECODE_FROM_E4M3,       WHOLE, 2,      0,     0,    16,     64,    8,       3,         4,       14},
+    {MX_DECODE_FROM_E4M3,       WHOLE, 2,      1,     0,     4,      8,    4,       2,         4,        3},
+    {MX_DECODE_FROM_E4M3,       WHOLE, 2,      1,     0,     4,     16,    4,       3,         4,        1},
+    {MX_DECODE_FROM_E4M3,       WHOLE, 2,      1,     0,     4,     32,    4,       2,         4,        1},
+    {MX_DECODE_FROM_E4M3,       WHOLE, 2,      1,     0,     4,     64,    4,       2,         4,        1},
+    {MX_DECODE_FROM_E4M3,       WHOLE, 2,      1,     0,     8,      8,    8,       3,         8,        5},
+    {MX_DECODE_FROM_E4M3,       WHOLE, 2,      1,     0,     8,     16,    8,       3,         8,        4},
+    {MX_DECODE_FROM_E4M3,       WHOLE, 2,      1,     0,     8,     32,    7,       2,         6,        5},
+    {MX_DECODE_FROM_E4M3,       WHOLE, 2,      1,     0,     8,     64,    6,       2,         6,        7},
+    {MX_DECODE_FROM_E4M3,       PART,  2,      0,     0,     8,      8,    8,       2,         8,        8},
+    {MX_DECODE_FROM_E4M3,       PART,  2,      0,     0,     8,     16,    8,       3,         8,        8},
+    {MX_DECODE_FROM_E4M3,       PART,  2,      0,     0,     8,     32,    8,       3,         8,        3},
+    {MX_DECODE_FROM_E4M3,       PART,  2,      0,     0,     8,     64,    7,       4,         6,        1},
+    {MX_DECODE_FROM_E4M3,       PART,  2,      0,     0,    16,      8,   12,       5,         8,       14},
+    {MX_DECODE_FROM_E4M3,       PART,  2,      0,     0,    16,     16,   12,       4,         6,        6},
+    {MX_DECODE_FROM_E4M3,       PART,  2,      0,     0,    16,     32,   13,       4,         6,        4},
+    {MX_DECODE_FROM_E4M3,       PART,  2,      0,     0,    16,     64,   13,       4,         6,       16},
+    {MX_DECODE_FROM_E4M3,       PART,  2,      0,     0,    32,      8,   14,       5,         6,       20},
+    {MX_DECODE_FROM_E4M3,       PART,  2,      0,     0,    32,     16,   16,       5,         8,       20},
+    {MX_DECODE_FROM_E4M3,       PART,  2,      0,     0,    32,     32,   18,       4,         4,        4},
+    {MX_DECODE_FROM_E4M3,       PART,  2,      0,     0,    32,     64,   11,       5,         6,       20},
+    {MX_DECODE_FROM_E4M3,       PART,  4,      0,     0,     4,      8,    4,       2,         4,        2},
+    {MX_DECODE_FROM_E4M3,       PART,  4,      0,     0,     4,     16,    4,       2,         4,        4},
+    {MX_DECODE_FROM_E4M3,       PART,  4,      0,     0,     4,     32,    4,       2,         4,        0},
+    {MX_DECODE_FROM_E4M3,       PART,  4,      0,     0,     4,     64,    4,       3,         4,        4},
+    {MX_DECODE_FROM_ATTENTION,  WHOLE, 2,      1,     0,     4,      8,    4,       2,         0,        1},
+    {MX_DECODE_FROM_BF16,       PART,  4,      0,     0,     4,      8,    4,       2,         0,        2},
+    {MX_DECODE_FROM_BF16,       PART,  2,      0,     0,     8,      8,    8,       2,         0,        5},
+    {MX_DECODE_FROM_BF16,       PART,  2,      0,     0,    16,      8,   13,       5,         0,        2},
+    {MX_DECODE_FROM_BF16,       PART,  2,      0,     0,    32,      8,   14,       5,         0,       12},
+    /* one chain */
+    {MX_DECODE_FROM_E4M3,       WHOLE, 1,      0,     0,    32,      8,    8,       6,         8,        0},
+    {MX_DECODE_FROM_E4M3,       WHOLE, 1,      0,     0,    32,     16,    8,       6,         8,        0},
+    {MX_DECODE_FROM_E4M3,       WHOLE, 1,      0,     0,    32,     32,    8,       5,         4,        0},
+    {MX_DECODE_FROM_E4M3,       WHOLE, 1,      0,     0,    32,     64,    8,       4,         4,        0},
+    {MX_DECODE_FROM_E4M3,       PART,  1,      0,     0,    32,      8,    8,       6,         8,        0},
+    {MX_DECODE_FROM_E4M3,       PART,  1,      0,     0,    32,     16,    8,       6,         8,        0},
+    {MX_DECODE_FROM_E4M3,       PART,  1,      0,     0,    32,     32,    8,       5,         4,        0},
+    {MX_DECODE_FROM_E4M3,       PART,  1,      0,     0,    32,     64,    8,       4,         4,        0},
+    /* blocks meet */
+    {MX_DECODE_FROM_E4M3,       WHOLE, 1,      0,     1,    16,      8,    4,       3,         8,       12},
+    {MX_DECODE_FROM_E4M3,       WHOLE, 1,      0,     1,    16,     16,    4,       3,         8,       12},
+    {MX_DECODE_FROM_E4M3,       WHOLE, 1,      0,     1,    16,     32,    4,       3,         4,       14},
+    {MX_DECODE_FROM_E4M3,       WHOLE, 1,      0,     1,    16,     64,    4,       2,         2,       14},
+    {MX_DECODE_FROM_E4M3,       WHOLE, 2,      0,     1,    16,      8,    4,       3,         8,       14},
+    {MX_DECODE_FROM_E4M3,       WHOLE, 2,      0,     1,    16,     16,    4,       3,         8,       14},
+    {MX_DECODE_FROM_E4M3,       WHOLE, 2,      0,     1,    16,     32,    4,       3,         4,       14},
+    {MX_DECODE_FROM_E4M3,       WHOLE, 2,      0,     1,    16,     64,    4,       2,         2,       14},
+    {MX_DECODE_FROM_E4M3,       WHOLE, 4,      0,     1,     4,      8,    4,       3,         8,        0},
+    {MX_DECODE_FROM_E4M3,       WHOLE, 4,      0,     1,     4,     16,    4,       3,         8,        0},
+    {MX_DECODE_FROM_E4M3,       WHOLE, 4,      0,     1,     4,     32,    4,       3,         4,        0},
+    {MX_DECODE_FROM_E4M3,       WHOLE, 4,      0,     1,     4,     64,    4,       3,         4,        0},
+    {MX_DECODE_FROM_E4M3,       WHOLE, 2,      1,     1,     8,      8,    8,       6,         8,        1},
+    {MX_DECODE_FROM_E4M3,       WHOLE, 2,      1,     1,     8,     16,    8,       6,         8,        1},
+    {MX_DECODE_FROM_E4M3,       WHOLE, 2,      1,     1,     8,     32,    6,       6,         4,        8},
+    {MX_DECODE_FROM_E4M3,       WHOLE, 2,      1,     1,     8,     64,    8,       4,         4,        8},
+    {MX_DECODE_FROM_E4M3,       DOUBLE, 2,      1,     1,     8,      8,    4,       4,         4,        1},
+    {MX_DECODE_FROM_E4M3,       DOUBLE, 2,      1,     1,     8,     16,    4,       4,         4,        1},
+    {MX_DECODE_FROM_E4M3,       DOUBLE, 2,      1,     1,     8,     32,    4,       4,         4,        1},
+    {MX_DECODE_FROM_E4M3,       DOUBLE, 2,      1,     1,     8,     64,    4,       4,         4,        1},
 };
 /* clang-format on */
 
@@ -125,15 +155,15 @@ int mx_sm90_decode_complete(struct mx_sm90_decode_plan *plan, const struct mx_sm
  * the number of tokens, the form of the activations and that of the output; the rows do depend on the output. */
 static void choose_cut(struct mx_sm90_decode_plan *plan, const struct mx_sm90_decode_shape *shape) {
     const int64_t rows = shape->num_groups * shape->num_rows;
+    const int64_t num_spans = mx_ceil_div(shape->k, MX_DECODE_SPAN);
     const int64_t rows_per_sm = mx_ceil_div(mx_ceil_div(rows, NUM_SMS), 8) * 8;
     plan->split = 1;
     plan->tile_rows = (int32_t)min_i64(max_i64(rows_per_sm, MX_BLOCK), BLOCK_M);
     if (shape->one_chain) {
         plan->chains = 1;
-    } else if (rows_per_sm > MX_BLOCK) { /* a tile for each SM */
-        plan->chains = plan->tile_rows < BLOCK_M ? 4 : 2;
+    } else if (rows_per_sm > MX_BLOCK) {                                    /* a tile for each SM */
+        plan->chains = plan->tile_rows < BLOCK_M && num_spans <= 4 ? 4 : 2; /* four: one span each */
     } else { /* too few rows: several blocks for each tile */
-        const int64_t num_spans = shape->k / MX_DECODE_SPAN;
         plan->split = rows <= FEW_ROWS ? 4 : 2;
         while (num_spans % plan->split != 0) {
             plan->split /= 2;
@@ -172,25 +202,38 @@ static int fit_rings(struct mx_sm90_decode_plan *plan, const struct mx_sm90_deco
     }
 }
 
+/* The rings of the plan's kernel; false if there is no such kernel. The nearest entry: of the tile's size rather than
+ * not, for as many spans as the block has, or for the most there are. */
+static bool choose_rings(struct mx_sm90_decode_plan *plan, const struct mx_sm90_decode_shape *shape) {
+    const bool is_double = plan->tile_rows > BLOCK_M, meet = shape->scale_span > (is_double ? DOUBLE : WHOLE);
+    const int64_t share = mx_ceil_div(shape->k, MX_DECODE_SPAN) / plan->split;
+    int64_t best = INT64_MAX;
+    for (size_t i = 0; i < sizeof kernels / sizeof kernels[0]; i++) {
+        const bool fits = kernels[i].from == plan->from && (kernels[i].tile == DOUBLE) == is_double &&
+                          kernels[i].chains == plan->chains && kernels[i].split == (plan->split > 1) &&
+                          kernels[i].meet == meet && kernels[i].n == plan->n;
+        const int64_t other_tile = (kernels[i].tile == PART) != (plan->tile_rows < BLOCK_M);
+        const int64_t distance = kernels[i].share >= share ? kernels[i].share : 256 - kernels[i].share;
+        if (fits && other_tile * 1024 + distance < best) {
+            best = other_tile * 1024 + distance;
+            plan->w_stages = kernels[i].w_stages;
+            plan->w_in_flight = kernels[i].w_in_flight;
+            plan->x_stages = kernels[i].x_stages;
+            plan->trigger_span = kernels[i].trigger_span;
+        }
+    }
+    return best < INT64_MAX;
+}
+
 int mx_sm90_decode_choose(struct mx_sm90_decode_plan *plan, const struct mx_sm90_decode_shape *shape, char *err,
                           size_t n) {
-    int32_t padded = 8, rows, meet;
+    int32_t padded = 8;
     while (padded < shape->num_tokens) {
         padded *= 2;
     }
     *plan = (struct mx_sm90_decode_plan){.from = shape->from, .n = padded};
     choose_cut(plan, shape);
-    rows = plan->tile_rows > BLOCK_M ? 2 * BLOCK_M : BLOCK_M;
-    meet = shape->scale_span > rows;
-    for (size_t i = 0; i < sizeof kernels / sizeof kernels[0]; i++) {
-        if (kernels[i].from != plan->from || kernels[i].rows != rows || kernels[i].chains != plan->chains ||
-            kernels[i].split != (plan->split > 1) || kernels[i].meet != meet || kernels[i].n != padded) {
-            continue;
-        }
-        plan->w_stages = kernels[i].w_stages;
-        plan->w_in_flight = kernels[i].w_in_flight;
-        plan->x_stages = kernels[i].x_stages;
-        plan->trigger_span = kernels[i].trigger_span;
+    if (choose_rings(plan, shape)) {
         return fit_rings(plan, shape, err, n);
     }
     snprintf(err, n, "no decode kernel for %lld tokens, source %d, %d chains, split %d, %d rows",
@@ -199,14 +242,14 @@ int mx_sm90_decode_choose(struct mx_sm90_decode_plan *plan, const struct mx_sm90
 }
 
 struct mx_sm90_decode_route mx_sm90_decode_choose_route(int32_t wo_a_split, int64_t num_tokens) {
-    /* From chains measured on an H200 with 1, 8, 32 and 64 tokens. Quantising inside saves launches and costs time per
-     * token; the crossing point between 1 and 8 tokens is interpolated. */
+    /* From chains measured on an H200 with 1, 2, 4 and 8 tokens: quantising inside saves launches and costs time per
+     * token. That blocks which share K are 1, 2 or 4 stands for the size of the shard. */
     switch (wo_a_split) {
     case 1:
-        return (struct mx_sm90_decode_route){false, num_tokens <= 2, false};
+        return (struct mx_sm90_decode_route){false, num_tokens <= 2};
     case 2:
-        return (struct mx_sm90_decode_route){false, false, true};
+        return (struct mx_sm90_decode_route){false, num_tokens <= 4};
     default:
-        return (struct mx_sm90_decode_route){num_tokens <= 4, num_tokens <= 4, true};
+        return (struct mx_sm90_decode_route){true, num_tokens <= 8};
     }
 }

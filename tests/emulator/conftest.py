@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import host_build
 import pytest
-
-HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items):
     reason = host_build.missing_tools()
     for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.emulator)
-            if reason is not None:
-                item.add_marker(pytest.mark.skip(reason=f"emulator: {reason}"))
+        if reason is not None and item.get_closest_marker("emulator"):
+            item.add_marker(pytest.mark.skip(reason=f"emulator: {reason}"))
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -97,7 +98,7 @@ def cached(name: str, inputs: list[bytes], make) -> Path:
     stem, suffix = name.rsplit(".", 1)
     path = cache_folder() / f"{stem}-{digest}.{suffix}"
     if not path.exists():
-        temporary = path.with_name(f"{path.stem}.{os.getpid()}.{suffix}")
+        temporary = path.with_name(f"{path.stem}.{os.getpid()}.{threading.get_ident()}.{suffix}")
         messages = make(temporary)
         path.with_suffix(".log").write_text(messages)
         temporary.replace(path)

@@ -20,6 +20,7 @@ BATCH_INVARIANT = 1
 # weights [groups, rows, k] -> parts of K and chains in each
 CUTS = {
     "a tile per SM": (1, 5120, 1024, 1, 4),
+    "a tile per SM, more spans": (1, 4608, 1280, 1, 2),
     "whole tiles": (2, 2304, 512, 1, 2),
     "two blocks per tile": (2, 768, 1024, 2, 2),
     "four blocks per tile": (1, 256, 2048, 4, 2),
@@ -161,10 +162,11 @@ class Projection:
 
 # tokens, groups, rows of wo_a, heads of 128, hidden -> launches fused, fused with BF16 z at hand, unfused
 ROUTES = [
-    ((2, 1, 512, 16, 4480), (3, 2, 2)),  # wo_a's blocks share K by four: everything inside
-    ((5, 1, 512, 16, 4480), (3, 3, 4)),
-    ((2, 1, 1280, 4, 256), (3, 3, 4)),  # by two: MXFP8 z
-    ((3, 9, 512, 4, 256), (3, 4, 4)),  # not at all: BF16 z wherever it can
+    ((2, 1, 512, 16, 4480), (3, 2, 3)),  # wo_a's blocks share K by four: everything inside
+    ((9, 1, 512, 16, 4480), (3, 4, 4)),  # more tokens than there are kernels for
+    ((4, 1, 1280, 4, 4480), (3, 3, 4)),  # by two: wo_b quantises
+    ((2, 9, 512, 4, 4256), (3, 3, 4)),  # not at all
+    ((3, 9, 512, 4, 256), (3, 4, 4)),
 ]
 
 

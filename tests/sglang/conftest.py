@@ -36,10 +36,6 @@ def missing() -> str:
     return ""
 
 
-# The modules below import SGLang; without it only the others are collected.
-NEEDS_SGLANG = "test_sglang_"
-
-
 def pytest_configure(config):
     config.addinivalue_line(
         "markers", "capability(*pairs): compute capabilities that a test of an engine plugin simulates"
@@ -49,9 +45,8 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     reason = missing()
     for item in items:
-        if item.path.parent != Path(__file__).parent or not item.path.name.startswith(NEEDS_SGLANG):
+        if not item.get_closest_marker("sglang"):
             continue
-        item.add_marker(pytest.mark.sglang)
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
             continue

@@ -6,7 +6,8 @@ post-load steps, `MQALayer.forward` and the plugin framework. Replaced is what l
 torch.cuda's questions, the kernel packages (empty modules), and the kernels themselves (float references below), as
 well as the attention in front.
 
-`install` must run before anything imports SGLang; one capability a process.
+Importing this module changes nothing; `install` does, for good. It must run before anything imports SGLang; one
+capability a process.
 """
 
 from __future__ import annotations
@@ -21,11 +22,10 @@ import types
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
-# Before SGLang is imported: Triton keeps its interpreter although no driver is active.
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
-os.environ["TRITON_INTERPRET"] = "1"
-
 import torch
+
+# Set before SGLang is imported: Triton keeps its interpreter although no driver is active.
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
 
 # Packages that are not installed and whose kernels nothing here runs. `cuda` is left out: tvm_ffi breaks on a
 # stand-in.
@@ -244,6 +244,7 @@ class _Packages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def install(capability: tuple[int, int]) -> None:
     """The GPU and the packages; call once, before SGLang is imported."""
     major, minor = capability
+    os.environ.update(ENVIRONMENT)
     # torchvision's compiled library may be of a CUDA build beside a CPU torch
     sys.modules["torchvision._meta_registrations"] = types.ModuleType("torchvision._meta_registrations")
     torch.version.cuda = "13.0"

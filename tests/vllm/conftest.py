@@ -6,21 +6,14 @@ default. scripts/test_vllm.sh runs the folder once for each.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from vllm_here import CAPABILITY, is_older, vllm_version
 
-# The modules below import vLLM; without it only test_engine_*.py are collected.
-NEEDS_VLLM = "test_vllm_"
-HERE = Path(__file__).parent
 
-
-def pytest_collection_modifyitems(config, items):
+def pytest_collection_modifyitems(items):
     for item in items:
-        if item.path.parent != HERE or not item.path.name.startswith(NEEDS_VLLM):
+        if not item.get_closest_marker("vllm"):  # test_engine_*.py
             continue
-        item.add_marker(pytest.mark.vllm)
         if not vllm_version():
             item.add_marker(
                 pytest.mark.skip(reason="vLLM is not installed (scripts/vllm_env.sh makes an environment)")
@@ -40,7 +33,6 @@ def pytest_configure(config):
         "markers", "capability(*pairs): compute capabilities that a test of the vLLM plugin simulates"
     )
     config.addinivalue_line("markers", "vllm_from(version): the first vLLM release that has what the test needs")
-    config.addinivalue_line("markers", "vllm: runs vLLM's own classes; skipped where vLLM is not installed")
 
 
 @pytest.fixture(scope="session")
@@ -51,6 +43,9 @@ def world():
 
     vllm_standins.install(CAPABILITY)
     with vllm_layers.World(CAPABILITY) as world:
+        from vllm_megaattn.engines.vllm import unregister
+
+        unregister()  # vLLM's first EngineArgs has loaded the plugins that are installed, this one among them
         yield world
 
 

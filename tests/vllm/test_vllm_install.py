@@ -33,7 +33,9 @@ def add_distribution(folder, name, entry_points):
 
 def run(site, code, **environment):
     """A fresh interpreter; the last line it prints."""
-    settings = {**os.environ, "PYTHONPATH": str(site), "VLLM_LOGGING_LEVEL": "INFO", **environment}
+    settings = {
+        **os.environ, "PYTHONPATH": str(site), "CUDA_VISIBLE_DEVICES": "", "VLLM_LOGGING_LEVEL": "INFO", **environment
+    }  # fmt: skip
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=settings)
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()[-1]

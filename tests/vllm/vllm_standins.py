@@ -5,7 +5,8 @@ Real stay: VllmConfig, the quantisation configuration, linear layers, weight loa
 subclass of vLLM's CUDA platform that reports the wanted capability), torch.cuda.Event, the two GEMM libraries (float
 references below) and Triton's GPU backend (its interpreter).
 
-`install` must run before anything imports a vLLM module that looks at the platform; one capability a process.
+Importing this module changes nothing; `install` does, for good. It must run before anything imports a vLLM module that
+looks at the platform; one capability a process.
 """
 
 from __future__ import annotations
@@ -16,13 +17,11 @@ import sys
 import types
 from importlib.machinery import ModuleSpec
 
-# Before vLLM is imported: an empty device list makes vLLM keep Triton although no driver is active.
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
-os.environ["TRITON_INTERPRET"] = "1"
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-
 import numpy as np
 import torch
+
+# Set before vLLM is imported: an empty device list makes vLLM keep Triton although no driver is active.
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
 
 EXTENSIONS = (
     "_C_stable_libtorch",
@@ -150,6 +149,8 @@ def install(capability: tuple[int, int]) -> None:
     """Call once, before any vLLM module reads `current_platform`."""
     global _CAPABILITY
     _CAPABILITY = capability
+    os.environ.update(ENVIRONMENT)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     import vllm
 
     for name in EXTENSIONS:

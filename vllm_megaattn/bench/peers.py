@@ -2,8 +2,9 @@
 
 torch (cuBLAS BF16, cuBLASLt FP8) is always there. DeepGEMM (`deep_gemm`), Humming (`humming`), FlashInfer's block-scaled
 SM90 GEMM and vLLM's CUDA ops are looked for as installed packages and in the folder PEERS names (see benchmarks/README.md
-for its layout). Every contender gets the same weights (workload.Weights) and is checked against float64 before it is
-timed; one that cannot be loaded or gives a wrong result is reported, not silently left out.
+for its layout). SGLang's fork of DeepGEMM (PEERS/sgl), the one with scales per 32 on both sides, has the same module name:
+a run takes one of the two (`use_deep_gemm`). Every contender gets the same weights (workload.Weights) and is checked
+against float64 before it is timed; one that cannot be loaded or gives a wrong result is reported, not silently left out.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ def contenders(work: Workload, op: str, report: Callable[[str], None]) -> list[C
     """Every peer of one operation that loads and computes the right thing."""
     exact = {
         "chain": lambda: work.exact_z @ work.wo_b.exact[0].t(),
+        "o_proj": lambda: work.exact_z @ work.wo_b.exact[0].t(),
         "wo_a": lambda: work.exact_z,
         "wo_b": lambda: work.exact_z.to(BF16).double() @ work.wo_b.exact[0].t(),
     }.get(op)
@@ -72,9 +74,26 @@ def _import_from(sub: str, name: str) -> types.ModuleType:
     return importlib.import_module(name)
 
 
-@cache
+DEEP_GEMMS = {"vllm": "pk", "sglang": "sgl"}  # whose DeepGEMM, and its folder under PEERS
+_deep_gemm_of = "vllm"
+
+
+def use_deep_gemm(whose: str) -> None:
+    """Chooses which of the two packages named `deep_gemm` this process loads; before the first contender is made."""
+    global _deep_gemm_of
+    if "deep_gemm" in sys.modules and whose != _deep_gemm_of:
+        raise RuntimeError(f"deep_gemm of {_deep_gemm_of} is loaded already")
+    _deep_gemm_of = whose
+
+
+def _deep_gemm_from(whose: str) -> types.ModuleType:
+    if whose != _deep_gemm_of:
+        raise ImportError(f"this run takes the deep_gemm of {_deep_gemm_of} (--deep-gemm)")
+    return _import_from(DEEP_GEMMS[whose], "deep_gemm")
+
+
 def _deep_gemm() -> types.ModuleType:
-    return _import_from("pk", "deep_gemm")
+    return _deep_gemm_from("vllm")
 
 
 @cache
@@ -167,6 +186,13 @@ def _quantize_128(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (blocks / scale[..., None]).clamp(-448, 448).to(E4M3).flatten(-2), scale
 
 
+def _quantize_32(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[.., K] -> e4m3 and power-of-two float32 scales [.., K/32]."""
+    blocks = x.float().unflatten(-1, (-1, 32))
+    scale = torch.exp2(torch.ceil(torch.log2(blocks.abs().amax(-1).clamp_min(1e-10) / 448)))
+    return (blocks / scale[..., None]).clamp(-448, 448).to(E4M3).flatten(-2), scale
+
+
 def _mn_major(scale: torch.Tensor) -> torch.Tensor:
     """[T, n] with stride 1 over tokens and a pitch that is a multiple of 4, as TMA reads it."""
     tokens, columns = scale.shape
@@ -202,7 +228,7 @@ def _vllm_inv_rope(work: Workload, mode: str) -> tuple[Callable[[], None], torch
 
 def _rotated(work: Workload) -> torch.Tensor:
     """BF16 [G, T, K], group-major as vLLM's inverse RoPE writes it."""
-    return work.rotated.to(BF16).transpose(0, 1).contiguous()
+    return work.rotated_bf16.transpose(0, 1).contiguous()
 
 
 def _marlin_weights(work: Workload) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -286,20 +312,23 @@ def _deep_gemm_einsum(work: Workload):
     return run
 
 
+def _sglang_deep_gemm_groups(work: Workload):
+    """A product a group: the fork's einsum takes no scales per 32 on SM90."""
+    deep_gemm = _deep_gemm_from("sglang")
+    q, scale = _quantize_32(_rotated(work))
+    scales = [_mn_major(scale[g]) for g in range(work.groups)]
+    out = torch.empty(work.groups, work.tokens, work.model.rank, device=work.device, dtype=BF16)
+    weights, w_scale = work.wo_a.data, torch.exp2(work.wo_a.bytes32.float() - 127)
+
+    def run(i: int) -> torch.Tensor:
+        for g in range(work.groups):
+            deep_gemm.fp8_gemm_nt((q[g], scales[g]), (weights[i][g], w_scale[g]), out[g], recipe=(1, 32, 32))
+        return out.transpose(0, 1)
+
+    return run
+
+
 # ---- wo_b ----------------------------------------------------------------------------------------------------------
-
-
-def _cublaslt_tensor(work: Workload):
-    """One scale per tensor: not the same accuracy, a mark for the speed of the tensor cores."""
-    z = work.exact_z
-    scale = (z.abs().amax() / 448).float()
-    q = (z / scale).clamp(-448, 448).float().to(E4M3)
-    w = work.wo_b.exact[0]
-    w_scale = (w.abs().amax() / 448).float()
-    weights = work.wo_b.spread((w / w_scale).float().to(E4M3))
-    return lambda i: torch._scaled_mm(
-        q, weights[i].t(), scale_a=scale, scale_b=w_scale, out_dtype=BF16, use_fast_accum=True
-    )
 
 
 def _cublaslt_block(work: Workload):
@@ -318,6 +347,20 @@ def _deep_gemm_nt(work: Workload):
 
     def run(i: int) -> torch.Tensor:
         deep_gemm.fp8_gemm_nt((q, scale), (weights[i][0], w_scale), out)
+        return out
+
+    return run
+
+
+def _sglang_deep_gemm_nt(work: Workload):
+    deep_gemm = _deep_gemm_from("sglang")
+    q, scale = _quantize_32(work.exact_z.to(BF16))
+    scale = _mn_major(scale)
+    out = torch.empty(work.tokens, work.model.hidden, device=work.device, dtype=BF16)
+    weights, w_scale = work.wo_b.data, torch.exp2(work.wo_b.bytes32[0].float() - 127)
+
+    def run(i: int) -> torch.Tensor:
+        deep_gemm.fp8_gemm_nt((q, scale), (weights[i][0], w_scale), out, recipe=(1, 32, 32))
         return out
 
     return run
@@ -372,19 +415,6 @@ def _vllm_rope_quantize(work: Workload):
     return call
 
 
-def _copy(work: Workload):
-    """A copy that moves as many bytes as inverse RoPE + quantise: the ceiling of that kernel."""
-    live = work.tokens * work.heads * HEAD_DIM
-    source = torch.empty(live * 3 // 2, device=work.device, dtype=torch.uint8)
-    target = torch.empty_like(source)
-
-    def call(_: int) -> torch.Tensor:
-        target.copy_(source)
-        return target
-
-    return call
-
-
 def _chain_bf16(second: Second) -> Maker:
     """vLLM's chain on Hopper: inverse RoPE in BF16, BF16 bmm, then `second` on BF16 z."""
 
@@ -420,6 +450,31 @@ def _chain_deep_gemm(second: Second) -> Maker:
         return run
 
     return make
+
+
+def _o_proj_deep_gemm(second: Second) -> Maker:
+    """The same from an activation that is quantised already: DeepGEMM's FP8 einsum, then `second` on BF16 z."""
+
+    def make(work: Workload):
+        einsum, finish = _deep_gemm_einsum(work), second(work)
+        return lambda i: finish(einsum(i).view(work.tokens, work.k_b), i)
+
+    return make
+
+
+def _o_proj_bf16(second: Second) -> Maker:
+    """From a BF16 activation that is rotated already: BF16 bmm, then `second` on BF16 z."""
+
+    def make(work: Workload):
+        bmm, finish = _torch_bmm(work), second(work)
+        return lambda i: finish(bmm(i).view(work.tokens, work.k_b), i)
+
+    return make
+
+
+def _quantize_of_vllm(work: Workload):
+    quantize, z = _vllm_quantize(work), work.exact_z.to(BF16)
+    return lambda _: quantize(z)[0]
 
 
 def _then_mm(work: Workload):
@@ -487,19 +542,31 @@ def _then_flashinfer(work: Workload):
 
 
 _PEERS: dict[str, dict[str, Maker]] = {
-    "wo_a": {"torch BF16 bmm": _torch_bmm, "DeepGEMM 1x128": _deep_gemm_einsum},
+    "wo_a": {
+        "torch BF16 bmm": _torch_bmm,
+        "DeepGEMM 1x128": _deep_gemm_einsum,
+        "SGLang DeepGEMM 1x32": _sglang_deep_gemm_groups,
+    },
     "wo_b": {
         "torch BF16 mm": _alone(_then_mm),
-        "cuBLASLt per tensor": _cublaslt_tensor,
         "cuBLASLt 1x128": _cublaslt_block,
         "DeepGEMM 1x128": _deep_gemm_nt,
+        "SGLang DeepGEMM 1x32": _sglang_deep_gemm_nt,
         "CUTLASS 1x128 (vLLM)": _cutlass,
         "FlashInfer 1x128": _alone(_then_flashinfer),
         "Marlin W8A16 (vLLM)": _alone(_marlin_run),
         "Humming W8A16": _alone(_then_humming),
         "Humming per-32": _humming_g32,
     },
-    "inv_rope": {"vLLM inverse RoPE + 1x128": _vllm_rope_quantize, "copy of the same bytes": _copy},
+    "inv_rope": {"vLLM inverse RoPE + 1x128": _vllm_rope_quantize},
+    "quantize": {"vLLM quantise 1x128": _quantize_of_vllm},
+    "o_proj": {
+        "BF16 bmm + mm": _o_proj_bf16(_then_mm),
+        "BF16 bmm + Humming": _o_proj_bf16(_then_humming),
+        "DeepGEMM + quantise + DeepGEMM": _o_proj_deep_gemm(_then_quantize_deep_gemm),
+        "DeepGEMM + quantise + cuBLASLt": _o_proj_deep_gemm(_then_quantize_cublaslt),
+        "DeepGEMM + FlashInfer": _o_proj_deep_gemm(_then_flashinfer),
+    },
     "chain": {
         "vLLM 0.33: bmm + Humming": _chain_bf16(_then_humming),
         "vLLM 0.31: bmm + Marlin": _chain_bf16(_marlin_run),

@@ -1,4 +1,4 @@
-"""Shapes, weights and activations of one benchmark, and the time it takes just to read the weights."""
+"""Shapes, weights and activations of one benchmark."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from vllm_megaattn.ops import prepare_weight
 HEAD_DIM, ROPE_DIM, MAX_POSITIONS = 512, 64, 4096
 COLD_BYTES = 240_000_000  # weight copies together: four times the 60 MB L2 of an H200
 E4M3 = torch.float8_e4m3fn
+PART = 4096  # tokens that are computed in float64 at a time
 
 
 @dataclass(frozen=True)
@@ -105,24 +106,32 @@ class Workload:
         padded = max(64, self.heads)
         self.attn = torch.randn(tokens, padded, HEAD_DIM, device=self.device, dtype=torch.bfloat16)[:, : self.heads]
         self.positions = torch.randint(0, MAX_POSITIONS, (tokens,), device=self.device)
-        self.__dict__.pop("rotated", None)
         self.__dict__.pop("exact_z", None)
 
-    @cached_property
-    def rotated(self) -> torch.Tensor:
-        """float64 [T, G, K]: the exact input of wo_a."""
-        x = self.attn.double()
-        cos, sin = (c.double()[:, None, :] for c in self.cos_sin[self.positions].chunk(2, 1))
+    def rotated(self, first: int, tokens: int) -> torch.Tensor:
+        """float64 [tokens, G, K] from token `first` on: the exact input of wo_a. A part at a time: all of 32768 tokens
+        would take 9 GB."""
+        x = self.attn[first : first + tokens].double()
+        cos, sin = (c.double()[:, None, :] for c in self.cos_sin[self.positions[first : first + tokens]].chunk(2, 1))
         even, odd = x[..., HEAD_DIM - ROPE_DIM :: 2].clone(), x[..., HEAD_DIM - ROPE_DIM + 1 :: 2].clone()
         x[..., HEAD_DIM - ROPE_DIM :: 2] = even * cos + odd * sin
         x[..., HEAD_DIM - ROPE_DIM + 1 :: 2] = odd * cos - even * sin
-        return x.reshape(self.tokens, self.groups, self.k_a)
+        return x.reshape(-1, self.groups, self.k_a)
+
+    def parts(self) -> range:
+        return range(0, self.tokens, PART)
+
+    @property
+    def rotated_bf16(self) -> torch.Tensor:
+        """BF16 [T, G, K]"""
+        return torch.cat([self.rotated(first, PART).to(torch.bfloat16) for first in self.parts()])
 
     @cached_property
     def exact_z(self) -> torch.Tensor:
         """float64 [T, G * N]"""
-        z = torch.bmm(self.rotated.transpose(0, 1), self.wo_a.exact.transpose(1, 2))
-        return z.transpose(0, 1).reshape(self.tokens, self.k_b)
+        weights = self.wo_a.exact.transpose(1, 2)
+        parts = [torch.bmm(self.rotated(first, PART).transpose(0, 1), weights) for first in self.parts()]
+        return torch.cat(parts, 1).transpose(0, 1).reshape(self.tokens, self.k_b)
 
     def flops(self, op: str) -> float:
         a = 2.0 * self.tokens * self.bytes_a
@@ -136,27 +145,3 @@ class Workload:
 
 def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
     return ((result.double() - exact).norm() / exact.norm()).item()
-
-
-def read_floor_runner(num_bytes: int, copies: int, device: torch.device):
-    """run(i) that reads `num_bytes` of copy i once and writes nothing: the floor of anything that reads the weights."""
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def read_kernel(source, sink, num_words, WORDS: tl.constexpr):
-        offset = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
-        result = tl.sum(tl.load(source + offset, mask=offset < num_words, other=0), 0)
-        if result == 0x5EED1E55:  # never, but the compiler cannot know: keeps the loads alive
-            tl.store(sink, result)
-
-    words = num_bytes // 4
-    buffers = [torch.randint(-(2**31), 2**31 - 1, (words,), device=device, dtype=torch.int32) for _ in range(copies)]
-    sink = torch.zeros(1, device=device, dtype=torch.int32)
-    piece = 8192  # 32 KB a block, all of it in flight at once
-
-    def run(i: int) -> torch.Tensor:
-        read_kernel[(-(-words // piece),)](buffers[i], sink, words, WORDS=piece, num_warps=8)
-        return sink
-
-    return run

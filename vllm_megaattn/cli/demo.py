@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     with step("preparing input and weights"):
         attn, positions, cos_sin, input_text = _make_input(args, weights)
         wo_a, wo_a_scale, report_a = ops.prepare_weight(weights.wo_a, weights.wo_a_scale, device=device)
-        wo_b, wo_b_scale, report_b = ops.prepare_weight(weights.wo_b, weights.wo_b_scale, device=device)
+        wo_b, wo_b_scale, report_b = ops.prepare_weight(weights.wo_b, weights.wo_b_scale, groups=1, device=device)
         moved = (tensor.to(device) for tensor in (attn, positions, cos_sin))
         span = ops.default_scale_span(device, wo_a, wo_a_scale)
         problem = Problem(*moved, wo_a, wo_a_scale, wo_b, wo_b_scale, span)
@@ -323,7 +323,7 @@ def _poison_blocks(values: torch.Tensor, span: int) -> torch.Tensor:
 def _weight_block(w: torch.Tensor, scale: torch.Tensor) -> tuple[int, int]:
     """Rows and columns that share a scale: blocks as in checkpoints, or prepared ones, which cover all of K."""
     rows, cols = w.shape
-    return layouts.find_block_shape(rows, cols, scale.shape, candidates=((32, 32), (128, 128), (1, 32), (32, cols)))
+    return layouts.find_block_shape(rows, cols, scale.shape, candidates=(*layouts.WEIGHT_BLOCKS, (32, cols)))
 
 
 def _decode_weight(w: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:

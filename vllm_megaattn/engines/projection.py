@@ -26,7 +26,7 @@ def project(pending: Pending, wo_b: torch.Tensor, wo_b_scale: torch.Tensor) -> t
     """BF16 [T, hidden]. wo_b: e4m3 [hidden, G * N]."""
     return ops.o_proj_from_attn(
         pending.attn, pending.positions, pending.cos_sin, pending.wo_a, pending.wo_a_scale, wo_b, wo_b_scale,
-        groups=pending.groups, cos_sin_layout=pending.cos_sin_layout,
+        groups=pending.groups, cos_sin_layout=pending.cos_sin_layout, padded_heads=True,
     )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ def is_first_rank() -> bool:
 
 
 def kernels_text(choice: selector.Choice, device_key: str) -> str:
-    """"fused on sm90"; kernels that have not run on the hardware are called so, since this is what a user reads."""
+    """ "fused on sm90"; kernels that have not run on the hardware are called so, since this is what a user reads."""
     doubt = ", kernels that have never run on this hardware" if selector.unproven(device_key) else ""
     return f"{choice.path} on {device_key}{doubt}"
 
