@@ -68,8 +68,6 @@ static struct {
 #define LT_FIELD(result, name, args) result(*name) args;
     LT_FUNCTIONS(LT_FIELD)
 #undef LT_FIELD
-    CUresult (*ctx_push)(CUcontext);
-    CUresult (*ctx_pop)(CUcontext *);
 } lt;
 
 /* ---- state ----------------------------------------------------------------------------------------------------- */
@@ -121,7 +119,7 @@ static const char *resolve(void *library) {
 static int open_library(char *err, size_t n) {
     static const char *const names[] = {"libcublasLt.so.13", "libcublasLt.so.12"};
     if (state == LT_UNTRIED) {
-        void *library = NULL, *driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+        void *library = NULL;
         const char *missing = NULL;
         state = LT_MISSING;
         /* The copy that torch uses first: two of them in a process would each take memory for their kernels. */
@@ -138,9 +136,6 @@ static int open_library(char *err, size_t n) {
         } else if (lt.GetVersion() < 120800) {
             snprintf(state_error, sizeof state_error, "cuBLASLt %zu is older than 12.8, the first with MXFP8",
                      lt.GetVersion());
-        } else if (driver == NULL || (*(void **)&lt.ctx_push = dlsym(driver, "cuCtxPushCurrent_v2")) == NULL ||
-                   (*(void **)&lt.ctx_pop = dlsym(driver, "cuCtxPopCurrent_v2")) == NULL) {
-            snprintf(state_error, sizeof state_error, "no CUDA driver");
         } else {
             state = LT_READY;
         }
@@ -329,24 +324,14 @@ int mx_cublaslt_matmul(const struct mx_matmul *args, const struct mx_exec *exec)
         .w_stride = args->num_rows > 1 ? args->w_stride_row : args->k,
         .out_stride = args->num_tokens > 1 ? args->out_stride_token : args->num_rows,
     };
-    const struct mx_cuda_device *dev;
     struct lt_product product = {0};
     struct lt_algo algo;
-    CUcontext popped = NULL;
     void *handle = NULL;
     long version;
-    int code = mx_cublaslt_status(&version, exec->err, exec->err_bytes), pushed = 0;
+    int code = mx_cublaslt_status(&version, exec->err, exec->err_bytes);
     if (code != MX_OK) {
         return code;
     }
-    dev = mx_cuda_device(exec->device_index, exec->err, exec->err_bytes);
-    if (dev == NULL) {
-        return MX_FAILED;
-    }
-    if (lt.ctx_push(dev->context) != CUDA_SUCCESS) { /* the caller's device may be another one */
-        return report(MX_FAILED, exec->err, exec->err_bytes, "cuCtxPushCurrent refused device cuda:%d", dev->ordinal);
-    }
-    pushed = 1;
     code = create_product(&product, args, &shape, exec);
     if (code == MX_OK) {
         code = prepare(&shape, &product, exec, &handle, &algo);
@@ -360,8 +345,5 @@ int mx_cublaslt_matmul(const struct mx_matmul *args, const struct mx_exec *exec)
              "multiplying");
 done:
     destroy_product(&product);
-    if (pushed) {
-        lt.ctx_pop(&popped);
-    }
     return code;
 }

@@ -19,19 +19,9 @@ static bool takes_decode(const struct mx_matmul *args, const struct mx_exec *exe
     return args->num_tokens <= MAX_DECODE_TOKENS && !(exec->flags & MX_FLAG_NO_DECODE);
 }
 
-static const struct mx_cuda_device *open_device(const struct mx_exec *exec) {
-    return mx_cuda_device(exec->device_index, exec->err, exec->err_bytes);
-}
+/* What the functions of the backend do on a device that has been entered; there are tokens. */
 
-static int cuda_matmul(const struct mx_matmul *args, const struct mx_exec *exec) {
-    const struct mx_cuda_device *dev;
-    if (args->num_tokens == 0) {
-        return MX_OK;
-    }
-    dev = open_device(exec);
-    if (dev == NULL) {
-        return MX_FAILED;
-    }
+static int run_matmul(const struct mx_cuda_device *dev, const struct mx_matmul *args, const struct mx_exec *exec) {
     if (is_blackwell(dev)) {
         return mx_sm100_matmul(args, exec);
     }
@@ -44,34 +34,8 @@ static int cuda_matmul(const struct mx_matmul *args, const struct mx_exec *exec)
     return mx_sm90_gemm(dev, args, exec);
 }
 
-static int cuda_quantize(const struct mx_quantize *args, const struct mx_exec *exec) {
-    const struct mx_cuda_device *dev;
-    if (args->num_tokens == 0) {
-        return MX_OK;
-    }
-    dev = open_device(exec);
-    return dev != NULL ? mx_simt_quantize(dev, args, exec) : MX_FAILED;
-}
-
-static int cuda_inv_rope(const struct mx_inv_rope *args, const struct mx_exec *exec) {
-    const struct mx_cuda_device *dev;
-    if (args->num_tokens == 0) {
-        return MX_OK;
-    }
-    dev = open_device(exec);
-    return dev != NULL ? mx_simt_inv_rope(dev, args, exec) : MX_FAILED;
-}
-
-static int cuda_o_proj(const struct mx_o_proj *args, const struct mx_exec *exec) {
-    const struct mx_cuda_device *dev;
+static int run_o_proj(const struct mx_cuda_device *dev, const struct mx_o_proj *args, const struct mx_exec *exec) {
     int code = MX_OK;
-    if (args->a->num_tokens == 0) {
-        return MX_OK;
-    }
-    dev = open_device(exec);
-    if (dev == NULL) {
-        return MX_FAILED;
-    }
     if (is_blackwell(dev)) {
         return mx_sm100_o_proj(args, exec);
     }
@@ -83,16 +47,37 @@ static int cuda_o_proj(const struct mx_o_proj *args, const struct mx_exec *exec)
         code = MX_OK;
     }
     if (args->rope != NULL) {
-        code = cuda_inv_rope(args->rope, exec);
+        code = mx_simt_inv_rope(dev, args->rope, exec);
     }
     if (code == MX_OK) {
-        code = cuda_matmul(args->a, exec);
+        code = run_matmul(dev, args->a, exec);
     }
     if (code == MX_OK && args->a->out_e4m3 == NULL) {
-        code = cuda_quantize(args->quantize, exec);
+        code = mx_simt_quantize(dev, args->quantize, exec);
     }
-    return code == MX_OK ? cuda_matmul(args->b, exec) : code;
+    return code == MX_OK ? run_matmul(dev, args->b, exec) : code;
 }
+
+/* cuda_<name>: enters the device, runs, leaves. */
+#define DEFINE_ENTRY(name, args_type, num_tokens_of, run)                                                            \
+    static int cuda_##name(const struct args_type *args, const struct mx_exec *exec) {                               \
+        const struct mx_cuda_device *dev;                                                                            \
+        bool pushed;                                                                                                 \
+        int code = MX_FAILED;                                                                                        \
+        if ((num_tokens_of) == 0) {                                                                                  \
+            return MX_OK;                                                                                            \
+        }                                                                                                            \
+        dev = mx_cuda_enter(exec, &pushed);                                                                          \
+        if (dev != NULL) {                                                                                           \
+            code = run(dev, args, exec);                                                                             \
+        }                                                                                                            \
+        mx_cuda_leave(pushed);                                                                                       \
+        return code;                                                                                                 \
+    }
+DEFINE_ENTRY(matmul, mx_matmul, args->num_tokens, run_matmul)
+DEFINE_ENTRY(quantize, mx_quantize, args->num_tokens, mx_simt_quantize)
+DEFINE_ENTRY(inv_rope, mx_inv_rope, args->num_tokens, mx_simt_inv_rope)
+DEFINE_ENTRY(o_proj, mx_o_proj, args->a->num_tokens, run_o_proj)
 
 /* Weights are re-blocked once, at load, on the CPU. */
 static int cuda_reblock(const struct mx_reblock *args, const struct mx_exec *exec) {

@@ -319,12 +319,37 @@ static CUlaunchConfig launch_config(const struct mx_cuda_launch *launch, CUstrea
     return config;
 }
 
+const struct mx_cuda_device *mx_cuda_enter(const struct mx_exec *exec, bool *pushed) {
+    const struct mx_cuda_device *dev = mx_cuda_device(exec->device_index, exec->err, exec->err_bytes);
+    char *err = exec->err;
+    size_t n = exec->err_bytes;
+    int code = MX_OK;
+    CUcontext current = NULL;
+    *pushed = false;
+    if (dev == NULL) {
+        return NULL;
+    }
+    CHECK_DRIVER(cuCtxGetCurrent, (&current), "asking for the current context");
+    if (current != dev->context) {
+        CHECK_DRIVER(cuCtxPushCurrent_v2, (dev->context), "making the primary context current");
+        *pushed = true;
+    }
+done:
+    return code == MX_OK ? dev : NULL;
+}
+
+void mx_cuda_leave(bool pushed) {
+    CUcontext popped = NULL;
+    if (pushed) {
+        driver.cuCtxPopCurrent_v2(&popped);
+    }
+}
+
 int mx_cuda_launch(const struct mx_cuda_device *dev, const struct mx_cuda_launch *launch,
                    const struct mx_exec *exec) {
     char *err = exec->err;
     size_t n = exec->err_bytes;
-    int code = MX_OK, pushed = 0;
-    CUcontext current = NULL;
+    int code = MX_OK;
     CUlaunchAttribute attributes[2];
     CUlaunchConfig config =
         launch_config(launch, (CUstream)exec->stream, !(exec->flags & MX_FLAG_NO_PDL), attributes);
@@ -333,16 +358,8 @@ int mx_cuda_launch(const struct mx_cuda_device *dev, const struct mx_cuda_launch
     if (function == NULL) {
         return report(MX_FAILED, err, n, "kernel %s was not built for cuda:%d", launch->kernel, dev->ordinal);
     }
-    CHECK_DRIVER(cuCtxGetCurrent, (&current), launch->kernel);
-    if (current != dev->context) {
-        CHECK_DRIVER(cuCtxPushCurrent_v2, (dev->context), launch->kernel);
-        pushed = 1;
-    }
     CHECK_DRIVER(cuLaunchKernelEx, (&config, function, launch->params, NULL), launch->kernel);
 done:
-    if (pushed) {
-        driver.cuCtxPopCurrent_v2(&current);
-    }
     return code;
 }
 

@@ -19,6 +19,7 @@
 #define VLLM_MEGAATTN_CUDA_DRIVER_H
 
 #include <cuda.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -67,6 +68,11 @@ int mx_cuda_prepare_device(int device, char *err, size_t n);
 /* The prepared device, preparing it if need be; NULL and the reason in `err` if that fails. */
 const struct mx_cuda_device *mx_cuda_device(int device, char *err, size_t n);
 
+/* Makes that device's context the calling thread's current one, which the driver wants for tensor maps and launches and
+ * a thread that never used CUDA does not have. `*pushed` goes to mx_cuda_leave, which restores what was current. */
+const struct mx_cuda_device *mx_cuda_enter(const struct mx_exec *exec, bool *pushed);
+void mx_cuda_leave(bool pushed);
+
 /* The kernel of that name, or NULL. */
 CUfunction mx_cuda_find_function(const struct mx_cuda_device *dev, const char *name);
 
@@ -82,7 +88,7 @@ struct mx_cuda_launch {
 
 /* Launches on exec->stream of `dev`, with programmatic dependent launch unless exec->flags has MX_FLAG_NO_PDL: every
  * kernel of this package runs griddepcontrol.wait before it touches what an earlier kernel may have written. The
- * calling thread's current context is the same before and after. */
+ * device has been entered. */
 int mx_cuda_launch(const struct mx_cuda_device *dev, const struct mx_cuda_launch *launch, const struct mx_exec *exec);
 
 /* Writes "<text>, got <value>" to exec->err and returns MX_UNSUPPORTED. */
@@ -107,7 +113,8 @@ struct mx_cuda_tensor {
 /* Whether the copy engine can take it; if not, MX_UNSUPPORTED and a message that names the argument and the number. */
 int mx_cuda_check_tensor(const struct mx_cuda_tensor *tensor, char *err, size_t n);
 
-/* Encodes the map that a kernel takes as its __grid_constant__ parameter. Checks the tensor first. */
+/* Encodes the map that a kernel takes as its __grid_constant__ parameter. Checks the tensor first; a device has been
+ * entered. */
 int mx_cuda_encode_tensor(CUtensorMap *map, const struct mx_cuda_tensor *tensor, char *err, size_t n);
 
 #ifdef __cplusplus

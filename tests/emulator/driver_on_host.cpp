@@ -344,6 +344,9 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuui
                                 const cuuint32_t *element_stride, CUtensorMapInterleave interleave,
                                 CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
     static const uint8_t SWIZZLES[] = {0, 32, 64, 128};
+    if (current_context == nullptr) { /* found out on an H200, the documentation does not say so */
+        return refuse(CUDA_ERROR_INVALID_CONTEXT, "cuTensorMapEncodeTiled without a current context");
+    }
     emu::TensorMap m = {};
     m.magic = emu::TENSOR_MAP_MAGIC;
     m.address = (char *)address;
