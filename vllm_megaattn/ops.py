@@ -61,6 +61,12 @@ def _require_int(op: str, **values: object) -> None:
             raise ValueError(f"{op}: {name} must fit 64 bits, got {value}")
 
 
+def _require_bool(op: str, **values: object) -> None:
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{op}: {name} must be a bool, got {value!r}")
+
+
 def _require_dims(op: str, name: str, tensor: torch.Tensor, dims: tuple[int, ...], shape: str) -> None:
     if tensor.dim() not in dims:
         raise ValueError(f"{op}: {name} must have shape {shape}, got {list(tensor.shape)}")
@@ -262,6 +268,7 @@ def inv_rope_mxfp8_quantize(
     op = "inv_rope_mxfp8_quantize"
     _require_tensors(op, attn=attn, positions=positions, cos_sin=cos_sin)
     _require_int(op, groups=groups, scale_span=scale_span)
+    _require_bool(op, padded_heads=padded_heads)
     _require_dims(op, "attn", attn, (3,), "[T, heads, D]")
     codes = _choose(op, "order", order, ORDERS), _choose(op, "cos_sin_layout", cos_sin_layout, COS_SIN_LAYOUTS)
     if out is None:
@@ -377,6 +384,7 @@ def o_proj_from_attn(
         wo_b_scale=wo_b_scale,
     )
     _require_int(op, groups=groups)
+    _require_bool(op, padded_heads=padded_heads)
     _require_dims(op, "attn", attn, (3,), "[T, heads, D]")
     if groups <= 0:
         raise ValueError(f"{op}: groups must be positive, got {groups}")
