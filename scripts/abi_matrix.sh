@@ -74,10 +74,11 @@ try() {
     "$bin/python" -m pip install -q "torch${torch:+==$torch.*}"
     "$bin/python" -m pip install -q --force-reinstall --no-deps "${wheels[0]}"
     "$bin/python" -m pip install -q "${wheels[0]}[test]"
-    # The tests read csrc/torch_symbols.h beside them; the package itself must come from the wheel, not from here.
+    # The tests read files beside them (csrc/torch_symbols.h, a benchmark, an example, docs); the package itself must come
+    # from the wheel, not from here.
     rm -rf "$work/run-$name"
     mkdir "$work/run-$name"
-    cp -r tests csrc scripts pyproject.toml "$work/run-$name/"
+    cp -r tests csrc scripts benchmarks examples docs README.md pyproject.toml "$work/run-$name/"
     cd "$work/run-$name"
     "$bin/python" - "$root" <<'PY'
 import sys

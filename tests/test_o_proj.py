@@ -96,6 +96,19 @@ def test_from_attn_with_padded_heads(tokens, device, rng):
     assert not torch.isnan(y).any()
 
 
+@pytest.mark.parametrize("value", [64, None, "yes"])
+def test_padded_heads_is_no_count(value, rng):
+    weights, _, _ = make_weights(rng, 2, 128, 512, 64)
+    attn, cache = bf16(make_attn(rng, 1, 2, 512)), torch.from_numpy(make_cache(rng, 9, 64, "halves"))
+    rope = attn, torch.zeros(1).long(), cache
+    for call in (
+        lambda: vllm_megaattn.o_proj_from_attn(*rope, *weights, groups=2, padded_heads=value),
+        lambda: vllm_megaattn.inv_rope_mxfp8_quantize(*rope, groups=2, padded_heads=value),
+    ):
+        with pytest.raises(TypeError, match=rf"padded_heads must be a bool, got {value!r}"):
+            call()
+
+
 def test_heads_that_do_not_fill_a_group_are_refused(rng):
     """K of a group must be whole heads, padded or not."""
     weights, _, _ = make_weights(rng, 2, 128, 384, 64)

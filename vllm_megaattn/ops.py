@@ -68,6 +68,12 @@ def _require_int(op: str, **values: object) -> None:
             raise ValueError(f"{op}: {name} must fit 64 bits, got {value}")
 
 
+def _require_bool(op: str, **values: object) -> None:
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{op}: {name} must be a bool, got {value!r}")
+
+
 def _require_dims(op: str, name: str, tensor: torch.Tensor, dims: tuple[int, ...], shape: str) -> None:
     if tensor.dim() not in dims:
         raise ValueError(f"{op}: {name} must have shape {shape}, got {list(tensor.shape)}")
@@ -270,6 +276,7 @@ def inv_rope_mxfp8_quantize(
     op = "inv_rope_mxfp8_quantize"
     _require_tensors(op, attn=attn, positions=positions, cos_sin=cos_sin)
     _require_int(op, groups=groups, scale_span=scale_span)
+    _require_bool(op, padded_heads=padded_heads)
     _require_dims(op, "attn", attn, (3,), "[T, heads, D]")
     codes = _choose(op, "order", order, ORDERS), _choose(op, "cos_sin_layout", cos_sin_layout, COS_SIN_LAYOUTS)
     if out is None:
@@ -281,7 +288,7 @@ def inv_rope_mxfp8_quantize(
         if x.dim() == 3:
             if x.shape[1] != groups:
                 raise ValueError(f"{op}: out[0] (x) must have groups = {groups} as size 1, got {x.shape[1]}")
-            _check_heads(op, attn, groups, "out[0] (x)", x.shape[2], padded_heads)
+            _check_heads(op, attn, groups, x.shape[2], padded_heads)
     call(_inv_rope_mxfp8_quantize, op, attn, positions, cos_sin, x, x_scale, *codes, scale_span)
     return x, x_scale
 
@@ -293,16 +300,14 @@ def _group_columns(op: str, attn: torch.Tensor, groups: int) -> int:
     return attn.shape[1] // groups * attn.shape[2]
 
 
-def _check_heads(op: str, attn: torch.Tensor, groups: int, name: str, k: int, padded_heads: bool) -> None:
-    """Refuses heads that `groups` groups of k columns do not read, unless the caller knows of them. Too few are refused by
-    the op."""
+def _check_heads(op: str, attn: torch.Tensor, groups: int, k: int, padded_heads: bool) -> None:
+    """Refuses heads that `groups` groups of k columns do not read, unless the caller knows of them. Too few heads, and k
+    that is no multiple of D, are refused by the op."""
     head_dim = attn.shape[2]
-    if head_dim == 0:
+    if padded_heads or head_dim == 0 or k % head_dim:
         return
-    if k % head_dim:
-        raise ValueError(f"{op}: {name} must have K a multiple of attn's head size {head_dim}, got {k}")
     live = groups * (k // head_dim)
-    if attn.shape[1] > live and not padded_heads:
+    if attn.shape[1] > live:
         raise ValueError(
             f"{op}: attn must have {live} heads (groups = {groups} of K/D = {k // head_dim}), got {attn.shape[1]}; if "
             f"those behind the first {live} are padding, say padded_heads=True"
@@ -391,11 +396,15 @@ def o_proj_from_attn(
         wo_b_scale=wo_b_scale,
     )
     _require_int(op, groups=groups)
+    _require_bool(op, padded_heads=padded_heads)
     _require_dims(op, "attn", attn, (3,), "[T, heads, D]")
     if groups <= 0:
         raise ValueError(f"{op}: groups must be positive, got {groups}")
     if wo_a.dim() in (2, 3):
-        _check_heads(op, attn, groups, "wo_a", wo_a.shape[-1], padded_heads)
+        k, head_dim = wo_a.shape[-1], attn.shape[2]
+        if head_dim and head_dim % 32 == 0 and k % head_dim:  # the op would speak of x, which is made here
+            raise ValueError(f"{op}: wo_a must have K a multiple of attn's head size {head_dim}, got {k}")
+        _check_heads(op, attn, groups, k, padded_heads)
     codes = _choose(op, "order", order, ORDERS), _choose(op, "cos_sin_layout", cos_sin_layout, COS_SIN_LAYOUTS)
     chosen = _choose_path(op, attn.device, _rows_of(op, "wo_a", wo_a, groups), path)
     if chosen == "dequantised":
