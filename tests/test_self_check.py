@@ -156,6 +156,22 @@ def test_a_kernel_that_raises_is_a_finding(monkeypatch):
     assert _C.get_flags() == 0
 
 
+def test_a_library_without_an_algorithm_is_no_fault(monkeypatch):
+    """cuBLASLt says MX_UNSUPPORTED: the route is not taken for such problems, and not given up for others."""
+
+    def refuse(slots):
+        raise RuntimeError("cuBLASLt has no MXFP8 algorithm")
+
+    for unit, ok in (("cuBLASLt", True), ("split", False)):
+        with monkeypatch.context() as patch:
+            patch.setattr(_C, "take_error_kind", lambda: 1)
+            plant(patch, unit, refuse)
+            findings = self_check.run(QUICK["sm100"], CPU)
+            refused = [f for f in findings if f.case.unit == unit]
+            assert {f.ok for f in refused} == {ok}
+            assert {f.what for f in refused} == {"not offered" if ok else "runs"}
+
+
 # ---- first use -------------------------------------------------------------------------------------------------------
 
 

@@ -31,6 +31,7 @@ PATHS = ("auto", "fused", "unfused", "dequantised")
 # Which kernel runs wo_b on datacenter Blackwell, where there are two.
 ENV_WO_B = "VLLM_MEGAATTN_WO_B"
 WO_B_ROUTES = ("auto", "own", "cublaslt")
+TWO_ROUTES = ("sm100", "sm103")  # devices that have both
 
 # How the weights are scaled: rows x columns that share one UE8M0 byte. "prepared" is what `prepare_weight` returns
 # for Hopper: one byte for 32 rows and all of K. Activations are always 1x32 (or wider spans of equal bytes).
@@ -311,10 +312,13 @@ _WO_B_FLAGS = {"own": 8, "cublaslt": 16}  # MX_FLAG_WO_B_* of csrc/kernels.h
 
 def request_wo_b(device_key: str) -> None:
     """Hands the route to the C core, for this and all later calls; ValueError as in `select_wo_b`."""
+    requested = os.environ.get(ENV_WO_B)
+    if not requested and device_key not in TWO_ROUTES:
+        return
     from vllm_megaattn import _C
 
     route = select_wo_b(device_key).route
-    open_choice = (os.environ.get(ENV_WO_B) or "auto") == "auto" and not _disabled_routes
+    open_choice = (requested or "auto") == "auto" and not _disabled_routes
     wanted = 0 if open_choice else _WO_B_FLAGS.get(route, 0)
     flags = _C.get_flags()
     if flags & sum(_WO_B_FLAGS.values()) != wanted:
@@ -332,7 +336,7 @@ _disabled_routes: dict[str, str] = {}
 
 def _decide_wo_b(device_key: str, requested: str) -> tuple[Route | None, str]:
     row = _find_row(device_key)
-    if row is None or row.backend != "sm100":
+    if row is None or device_key not in TWO_ROUTES:
         if requested == "cublaslt":
             return None, "only datacenter Blackwell has that route"
         if row is not None and row.backend is None:

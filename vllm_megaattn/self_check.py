@@ -52,6 +52,7 @@ _WIDE = {"span": 256, "weights": "wide"}
 QUICK_HOPPER = (
     Case("stream", STREAM_TOKENS, part="stream", groups=1, span=256),
     Case("decode", 7, **_WIDE),
+    Case("decode", 2, groups=1, heads=4, rows=512, hidden=4480, windows=True, **_WIDE),  # all inside two kernels
     Case("tiled", 133, **_WIDE),
     Case("tiled", 7, flags=NO_DECODE, **_WIDE),
     Case("tiled", 133, part="einsum", rows=5120, windows=True, **_WIDE),

@@ -96,12 +96,13 @@ class Launcher:
         return args
 
     def chain(self, way: str, x: str, *, fused: bool, rope: bool) -> host.OProj:
-        z, bf16 = f"{way}_z", "unfused_z_bf16"
+        """`way` "fused" has no room for BF16 z, the other two have."""
+        z, bf16 = f"{way}_z", f"{way}_z_bf16"
         pointer = ctypes.pointer
         return host.OProj(
             pointer(self.inv_rope(x)) if rope else None,
             pointer(self.einsum(x, z if fused else bf16)),
-            None if fused else pointer(self.quantize(bf16, z)),
+            pointer(self.quantize(bf16, z)) if bf16 in self.t else None,
             pointer(self.gemm(z, f"{way}_y")),
         )
 

@@ -67,7 +67,9 @@ def test_more_rows_a_warp_on_blackwell(blackwell):
 
 
 @pytest.mark.parametrize(
-    "case", [c for c in self_check.QUICK_HOPPER if not c.windows], ids=lambda c: f"{c.unit}-{c.tokens}-{c.weights}"
+    "case",
+    [c for c in self_check.QUICK_HOPPER if not c.windows or c.tokens < 64],
+    ids=lambda c: f"{c.unit}-{c.tokens}-{c.weights}",
 )
 def test_hopper_passes_its_first_use_check(hopper, case):
     case_on_few = case if case.part != "stream" else Case("stream", 300, part="stream", groups=1, span=256)

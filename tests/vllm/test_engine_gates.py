@@ -82,7 +82,6 @@ REFUSALS = [
     ({"device_key": "rocm"}, "kernels", "unknown device 'rocm'"),
     ({"device_key": "sm80"}, "kernels", "no kernel yet for Ampere"),
     ({"device_key": "sm89"}, "kernels", "no kernel yet for Ada"),
-    ({"device_key": "sm100"}, "kernels", "sm100"),
     ({"device_key": "sm120"}, "kernels", "sm120"),
     ({"device_key": "sm130"}, "kernels", "unknown device 'sm130'"),
     ({"rank": 80, "wo_a_shape": (640, 4096), "wo_b_shape": (5120, 640)}, "kernels", "rank must be a multiple of 32"),
@@ -95,7 +94,7 @@ REFUSALS = [
     ("changes", "gate", "reason"), REFUSALS, ids=[f"{gate}-{i}" for i, (_, gate, _) in enumerate(REFUSALS)]
 )
 def test_every_refusal_names_its_gate_and_what_was_found(changes, gate, reason):
-    if changes.get("device_key") in ("sm100", "sm120"):
+    if changes.get("device_key") == "sm120":
         from vllm_megaattn import selector
 
         if not selector.backend_gap(changes["device_key"]):
@@ -104,6 +103,21 @@ def test_every_refusal_names_its_gate_and_what_was_found(changes, gate, reason):
     assert found.gate == gate
     assert reason in found.reason
     assert "model.layers.0" not in found.reason  # one message for all layers
+
+
+@pytest.mark.parametrize("key", ["sm100", "sm103"])
+def test_blackwell_is_served_and_called_unproven(key, monkeypatch):
+    """The gates follow the selector; what the log calls the kernels follows it too."""
+    from vllm_megaattn import _C, selector
+    from vllm_megaattn.engines.report import kernels_text
+
+    monkeypatch.setattr(_C, "build_info", lambda: {"images": ["sm100_gemm"]})
+    monkeypatch.setattr(selector, "_cache", {})
+    assert refusal(device_key=key) is None
+    assert refusal(device_key=key, batch_invariant=True).gate == "batch-invariance"
+    text = kernels_text(gates.choice_for(dataclasses.replace(GOOD, device_key=key)), key)
+    assert text == f"fused on {key}, kernels that have never run on this hardware"
+    assert kernels_text(gates.choice_for(GOOD), "cpu") == "fused on cpu"
 
 
 def test_batch_invariance_refuses_kernels_that_are_not_proved(monkeypatch):
