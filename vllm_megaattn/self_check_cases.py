@@ -11,6 +11,7 @@ rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -113,10 +114,11 @@ class Arena:
         return Slot(offset, flat.numel(), tensor.dtype, shape or tuple(tensor.shape), stride)
 
     def out(self, shape: tuple[int, ...], dtype: torch.dtype, stride: tuple[int, ...] | None = None) -> Slot:
-        """A result, poisoned. With a stride the first dimension is the one that `stride` spreads widest last."""
-        count = 1
-        for size, step in zip(shape, stride or (0,) * len(shape), strict=True):
-            count = count * size if stride is None else count + max(size - 1, 0) * step
+        """A result, poisoned; `stride` in elements."""
+        if stride is None:
+            count = math.prod(shape)
+        else:
+            count = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
         num_bytes = count * torch.empty((), dtype=dtype).element_size()
         return Slot(self._reserve(num_bytes), num_bytes, dtype, shape, stride)
 
@@ -127,7 +129,8 @@ class Arena:
             self.pool = (torch.randn(POOL_BYTES, generator=generator) * 60).clamp_(-448, 448).to(E4M3)
             self.pool_slot = self.put(self.pool)
         if count > POOL_BYTES:
-            own = self.pool.repeat(-(-count // POOL_BYTES))[:count]
+            pieces = range(-(-count // POOL_BYTES))  # no two rows of the same bytes
+            own = torch.cat([self.pool.view(torch.uint8).roll(4099 * i) for i in pieces])[:count].view(E4M3)
             return own, self.put(own)
         start = seed * 4112 % (POOL_BYTES - count + 16) // 16 * 16
         slot = Slot(self.pool_slot.offset + start, count, E4M3, (count,))
