@@ -12,6 +12,7 @@ One `KeptWeight` remembers that decision for one matrix.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -69,6 +70,10 @@ class KeptWeight:
                 )
         if first:
             self.form = WIDE if wide else BLOCKS
+        nan = {key: count for key, count in report.items() if key in ("nan_elements", "nan_scales") and count}
+        if nan and not self._dummy:
+            counts = ", ".join(f"{key} = {count}" for key, count in nan.items())
+            warnings.warn(f"{self.name}: the loaded weights hold NaN ({counts})", RuntimeWarning, stacklevel=2)
         self.report = {key: report.get(key, 0) for key in ("changed", "elements", "relative_error")}
         return kept, kept_scale
 
