@@ -43,6 +43,8 @@ run_tool() {
     local tool=$1 extra=()
     [[ $tool == memcheck ]] && extra=(--report-api-errors no --padding 512)
     [[ $tool == racecheck ]] && extra=(--racecheck-report all)
+    # Copies to the host are torch's: the driver copies results with the guard bytes around them, which nobody writes.
+    [[ $tool == initcheck ]] && extra=(--check-api-memory-access no)
     timeout --kill-after=5 "$seconds" "$sanitizer" --tool "$tool" "${extra[@]}" --kernel-name kns=mx_ --print-limit 20 \
         --error-exitcode 99 --launch-timeout 60 --target-processes application-only --log-file "$logs/$tool.log" \
         "$python" scripts/gpu_sanitize_driver.py --seconds "$((seconds * 2 / 3))" >"$logs/$tool.out" 2>&1

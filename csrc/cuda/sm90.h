@@ -23,6 +23,4 @@ __attribute__((weak, visibility("hidden"))) int mx_sm90_decode_matmul(const stru
 __attribute__((weak, visibility("hidden"))) int mx_sm90_decode_o_proj(const struct mx_o_proj *args,
                                                                       const struct mx_exec *exec);
 
-#define mx_sm90_refuse mx_cuda_refuse /* driver.h */
-
 #endif /* VLLM_MEGAATTN_CUDA_SM90_H */

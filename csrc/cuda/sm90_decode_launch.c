@@ -169,12 +169,12 @@ int mx_sm90_decode_run(const struct mx_sm90_decode_plan *plan, const struct mx_m
 
 static int check_aligned(const struct mx_exec *exec, const char *text, const void *data, int64_t strides, int align) {
     const uintptr_t all = (uintptr_t)data | (uintptr_t)strides;
-    return all % (uintptr_t)align != 0 ? mx_sm90_refuse(exec, text, (long long)(all % (uintptr_t)align)) : MX_OK;
+    return all % (uintptr_t)align != 0 ? mx_cuda_refuse(exec, text, (long long)(all % (uintptr_t)align)) : MX_OK;
 }
 
 /* Offsets in the kernels have 32 bits. */
 static int check_extent(const struct mx_exec *exec, const char *text, int64_t bytes) {
-    return bytes > UINT32_MAX ? mx_sm90_refuse(exec, text, bytes) : MX_OK;
+    return bytes > UINT32_MAX ? mx_cuda_refuse(exec, text, bytes) : MX_OK;
 }
 
 static int check_output(const struct mx_matmul *args, const struct mx_exec *exec) {
@@ -184,7 +184,7 @@ static int check_output(const struct mx_matmul *args, const struct mx_exec *exec
     const int64_t group = args->num_groups > 1 && element == 2 ? args->out_stride_group * element : 0;
     int code;
     if (args->num_rows % 2 != 0) {
-        return mx_sm90_refuse(exec, "number of weight rows N must be even", args->num_rows);
+        return mx_cuda_refuse(exec, "number of weight rows N must be even", args->num_rows);
     }
     if ((code = check_aligned(exec, "output: address and strides must be pairs of elements: remainder", out,
                               token | group, (int)(2 * element))) != MX_OK) {
@@ -199,10 +199,10 @@ static int check_scales(const struct mx_matmul *args, const struct mx_exec *exec
     const int64_t groups = args->num_groups - 1;
     int code;
     if (args->w_scale.block_rows != MX_BLOCK) {
-        return mx_sm90_refuse(exec, "weight scales must cover 32 rows each", args->w_scale.block_rows);
+        return mx_cuda_refuse(exec, "weight scales must cover 32 rows each", args->w_scale.block_rows);
     }
     if (args->x_scale.layout == MX_SCALE_BLOCKS) {
-        return mx_sm90_refuse(exec, "activation scales must be packed or F8_128x4, layout", args->x_scale.layout);
+        return mx_cuda_refuse(exec, "activation scales must be packed or F8_128x4, layout", args->x_scale.layout);
     }
     if ((code = check_aligned(exec, "activation scales must be aligned to 4 bytes: remainder", s.x_scale,
                               (int64_t)(s.stride_group | s.stride_row | s.stride_span), 4)) != MX_OK ||
@@ -222,10 +222,10 @@ static int check_scales(const struct mx_matmul *args, const struct mx_exec *exec
 static int check_matmul(const struct mx_matmul *args, const struct mx_exec *exec) {
     int code;
     if (args->num_tokens > MX_DECODE_MAX_TOKENS) {
-        return mx_sm90_refuse(exec, "number of tokens must be at most 64", args->num_tokens);
+        return mx_cuda_refuse(exec, "number of tokens must be at most 64", args->num_tokens);
     }
     if (mx_gemm_form_of(args) != MX_FORM_WIDE) {
-        return mx_sm90_refuse(exec, "decode kernels take scales of x over 256 columns and prepared weights: x_span",
+        return mx_cuda_refuse(exec, "decode kernels take scales of x over 256 columns and prepared weights: x_span",
                               args->x_span);
     }
     return (code = check_output(args, exec)) != MX_OK ? code : check_scales(args, exec);
