@@ -228,8 +228,19 @@ class Emulator:
         entry = ctypes.CFUNCTYPE(ctypes.c_int, POINTER, POINTER)(pointer)
         self.call_entry(entry, args, device=self.device if backend == "cuda" else -1, flags=flags)
 
+    @contextlib.contextmanager
+    def entered(self, device: int):
+        """The device's context is current, as mx_cuda_enter makes it."""
+        context = ctypes.c_void_p()
+        self.runtime.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+        self.runtime.cuCtxPushCurrent_v2(context)
+        try:
+            yield
+        finally:
+            self.runtime.cuCtxPopCurrent_v2(ctypes.byref(context))
+
     def call_entry(self, entry, *args: ctypes.Structure, device: int, flags: int = 0) -> None:
-        """Calls a C function whose last argument is a struct mx_exec."""
+        """Calls a C function whose last argument is a struct mx_exec; one behind the backend wants the device `entered`."""
         text = ctypes.create_string_buffer(1024)
         where = Exec(flags, device, None, None, ctypes.cast(text, ctypes.c_char_p), len(text))
         code = entry(*[POINTER(ctypes.addressof(a)) for a in (*args, where)])
@@ -241,20 +252,21 @@ class Emulator:
         """A CUtensorMap of bytes, dimension 0 first; `strides` in bytes from dimension 1 on."""
         encoded = aligned(128, np.uint8)
         rank, numbers = len(size), (ctypes.c_uint64 * 5, ctypes.c_uint32 * 5)
-        code = self.runtime.cuTensorMapEncodeTiled(
-            POINTER(encoded.ctypes.data),
-            0,
-            rank,
-            POINTER(array.ctypes.data),
-            numbers[0](*size),
-            numbers[0](*strides),
-            numbers[1](*box),
-            numbers[1](*[1] * rank),
-            0,
-            {0: 0, 32: 1, 64: 2, 128: 3}[swizzle_bytes],
-            0,
-            0,
-        )
+        with self.entered(0):
+            code = self.runtime.cuTensorMapEncodeTiled(
+                POINTER(encoded.ctypes.data),
+                0,
+                rank,
+                POINTER(array.ctypes.data),
+                numbers[0](*size),
+                numbers[0](*strides),
+                numbers[1](*box),
+                numbers[1](*[1] * rank),
+                0,
+                {0: 0, 32: 1, 64: 2, 128: 3}[swizzle_bytes],
+                0,
+                0,
+            )
         if code:
             raise EmulatorError(f"cuTensorMapEncodeTiled: {code}")
         return encoded

@@ -43,7 +43,8 @@ def make_plan(emulator, problem, form: str, num_sms: int) -> Plan:
 def run(emulator, problem, span, plan, device, **options):
     args = problem.args(span)
     with emulator.session(device, options=options, **problem.buffers()):
-        emulator.call_entry(emulator.host.mx_sm100_matmul_planned, args, plan, device=device)
+        with emulator.entered(device):
+            emulator.call_entry(emulator.host.mx_sm100_matmul_planned, args, plan, device=device)
         assert emulator.counter("tcgen05.mma") > 0
     return problem.out, problem.out_scale
 

@@ -77,7 +77,8 @@ def run_planned(emulator, problem, config, span, *, device=Emulator.HOPPER, num_
         text = ctypes.create_string_buffer(1024)
         where = host.Exec(0, device, None, None, ctypes.cast(text, ctypes.c_char_p), len(text))
         pointers = [ctypes.c_void_p(known), *(ctypes.c_void_p(ctypes.addressof(a)) for a in (args, plan, where))]
-        code = entry(*pointers)
+        with emulator.entered(device):
+            code = entry(*pointers)
         assert code == 0, emulator.runtime.emu_last_error().decode() or text.value.decode()
     return problem.out, problem.out_scale
 
