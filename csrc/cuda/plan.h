@@ -9,9 +9,9 @@
  *           core sums 8 products of k = 32 in increasing order of k into fresh registers; then
  *           acc = fma(partial, x_scale[token, span], acc), starting from 0, in one chain over increasing spans; the
  *           result is acc * w_scale. wgmma gives the same bits whichever operand stands on its M side.
- *           Between 65 and some hundred tokens plan.c may take kernels that sum two halves of K in a chain each and add
- *           the two, and up to 64 tokens sm90_decode.h's kernels add several chains, always the same for given weights;
- *           unless MX_FLAG_BATCH_INVARIANT asks for the one chain.
+ *           Between 65 and some hundred tokens plan.c may take kernels that sum 2 or 4 consecutive parts of K in a chain
+ *           each and add these in order, and up to 64 tokens sm90_decode.h's kernels add several chains, always the same
+ *           for given weights; unless MX_FLAG_BATCH_INVARIANT asks for the one chain.
  *   per 32  everything else: acc = fma(partial of 32 columns, x_scale * w_scale, acc), in increasing order.
  *
  * Then the result is rounded to BF16, and quantised from that where MXFP8 is asked for. Scales are powers of two, so
@@ -56,11 +56,10 @@ struct mx_gemm_config {
     int32_t output;
     int32_t block_m, block_n; /* tokens and weight rows of a block's tile */
     int32_t stages;           /* of 128 columns in the ring */
-    int32_t warpgroups;       /* that multiply; one more loads */
+    int32_t threads;
     int32_t cluster_m, cluster_n;
-    int32_t split; /* blocks of a cluster that share K: with 2 the sum is not the one chain of the contract */
-    int32_t alone_ns,
-        busy_ns; /* H200: time per stage of a tile on an idle device and on a full one, from measured sizes */
+    int32_t split;    /* parts of K in a cluster: with several the sum is not the one chain of the contract */
+    int32_t stage_ns; /* H200: a stage of a tile, operands at hand; from measured sizes */
 };
 
 struct mx_gemm_plan {

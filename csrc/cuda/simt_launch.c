@@ -14,9 +14,9 @@ struct stream_plan {
 };
 
 static struct stream_plan plan_stream(int64_t num_rows, int64_t num_cols, int num_sms) {
-    /* A warp takes 256 columns at a time. Four at once need enough rows that all SMs still have 8 blocks. */
+    /* A warp takes 256 columns at a time. Four at once need enough rows that all SMs still have 4 blocks. */
     struct stream_plan plan = {.unroll = 4, .block = 128};
-    if (num_rows * mx_ceil_div(num_cols, 4096) < 8 * (int64_t)num_sms) {
+    if (num_rows * mx_ceil_div(num_cols, 4096) < 4 * (int64_t)num_sms) {
         plan = (struct stream_plan){.unroll = 1, .block = 256};
     }
     plan.pieces = (uint32_t)mx_ceil_div(num_cols, (int64_t)plan.block * 8 * plan.unroll);

@@ -24,6 +24,10 @@ struct tile {
     int token, n; /* first token and first weight row of this block's part */
 };
 
+/* A block's place in its cluster: among those that load for each other, and which part of K it takes. */
+template <class C> MX_DEVICE int sharer(int rank) { return C::SHARERS > 1 ? rank % C::SHARERS : 0; }
+template <class C> MX_DEVICE int k_part(int rank) { return rank / C::SHARERS; }
+
 /* Cluster tile number `index`: groups outermost, then bands of tokens, then weight rows, tokens innermost.
  *
  *            n 0   n 1   n 2
@@ -38,8 +42,8 @@ template <class C> MX_DEVICE struct tile locate_tile(const struct mx_sm90_tiling
     const int band = in_group / per_band, in_band = in_group - band * per_band;
     const int band_rows = min(tiling.band, tiling.num_m - band * tiling.band);
     const int n = in_band / band_rows, m = band * tiling.band + in_band - n * band_rows;
-    const int block_m = m * C::CLUSTER_M + (C::CLUSTER_M > 1 ? rank : 0);
-    const int block_n = n * C::CLUSTER_N + (C::CLUSTER_N > 1 ? rank : 0);
+    const int block_m = m * C::CLUSTER_M + (C::CLUSTER_M > 1 ? sharer<C>(rank) : 0);
+    const int block_n = n * C::CLUSTER_N + (C::CLUSTER_N > 1 ? sharer<C>(rank) : 0);
     return {group, block_m * C::BLOCK_M, block_n * C::BLOCK_N};
 }
 
@@ -78,9 +82,9 @@ MX_DEVICE uint32_t weight_scale_byte(const struct mx_scales &s, int group, int n
 
 /* ---- stages ---------------------------------------------------------------------------------------------- */
 
-/* One shipped form. The two blocks of a cluster sit one above the other and share weights (CLUSTER_M = 2), or side by
- * side and share tokens (CLUSTER_N = 2): each loads half of the common operand and sends it to both. Or they share the
- * work of one tile, each on its part of K (SPLIT = 2). */
+/* One shipped form. Two blocks of a cluster sit one above the other and share weights (CLUSTER_M = 2), or side by side
+ * and share tokens (CLUSTER_N = 2): each loads half of the common operand and sends it to both. And SPLIT such sets of
+ * blocks share the work of their tiles, each on its part of K. */
 template <int CONSUMERS_, int GROUPS_N_, int BLOCK_N_, int STAGES_, int CLUSTER_M_, int CLUSTER_N_, int SPLIT_,
           int OUTPUT_>
 struct gemm_config {
@@ -96,7 +100,8 @@ struct gemm_config {
     static constexpr int BLOCKS = HALF_N / MX_BLOCK; /* 32-column blocks of a half */
     static constexpr int X_BYTES = BLOCK_M * BLOCK_K, W_BYTES = BLOCK_N * BLOCK_K, STAGE_BYTES = X_BYTES + W_BYTES;
 
-    static_assert(CLUSTER <= 2, "the multicast masks, shares and exchanges are for two blocks");
+    static_assert(SHARERS <= 2, "the multicast masks and shares are for two blocks");
+    static_assert(CLUSTER <= 8, "larger clusters need an attribute of the kernel");
     static_assert(HALF_N % MX_BLOCK == 0 || OUTPUT == OUT_BF16, "MXFP8 leaves in blocks of 32 columns");
     static_assert(W_BYTES % (1024 * CLUSTER_M) == 0 && X_BYTES % (1024 * CLUSTER_N) == 0,
                   "swizzle atoms are 8 rows of 128 bytes");
@@ -112,7 +117,8 @@ template <class C> MX_DEVICE uint32_t empty_barrier(uint32_t smem, uint32_t stag
     return full_barrier<C>(smem, stage) + 8;
 }
 
-/* Full takes `full_arrivals` and the announced bytes, empty one arrival per consumer warp of the cluster. One thread. */
+/* Full takes `full_arrivals` and the announced bytes, empty one arrival per consumer warp of each block
+ * that shares the stage. One thread. */
 template <class C> MX_DEVICE void init_barriers(uint32_t smem, uint32_t full_arrivals) {
     for (int i = 0; i < C::STAGES; i++) {
         mbarrier_init(full_barrier<C>(smem, i), full_arrivals);
@@ -121,9 +127,9 @@ template <class C> MX_DEVICE void init_barriers(uint32_t smem, uint32_t full_arr
     mbarrier_fence_init();
 }
 
-/* All threads: the barriers of all blocks of the cluster are ready. */
+/* All threads: the barriers of all blocks that load for this one are ready. */
 template <class C> MX_DEVICE void sync_blocks() {
-    if (C::CLUSTER > 1) {
+    if (C::SHARERS > 1) {
         __syncwarp();
         cluster_arrive();
         cluster_wait();
@@ -139,7 +145,8 @@ template <class C> MX_DEVICE void release_stage(uint32_t smem, uint32_t stage) {
         mbarrier_arrive(empty);
     }
     if (C::SHARERS > 1 && lane < C::SHARERS) {
-        mbarrier_arrive_remote(map_to_rank(empty, lane));
+        const uint32_t first = C::SPLIT > 1 ? cluster_rank() / C::SHARERS * C::SHARERS : 0;
+        mbarrier_arrive_remote(map_to_rank(empty, first + lane));
     }
 }
 
@@ -148,8 +155,9 @@ MX_DEVICE void load_weights(uint32_t smem, const CUtensorMap *w_map, uint32_t st
                             int rank) {
     const uint32_t dst = smem + stage * C::STAGE_BYTES + C::X_BYTES, full = full_barrier<C>(smem, stage);
     if (C::CLUSTER_M == 2) {
-        const int rows = C::BLOCK_N / 2;
-        tma_load_3d_multicast(dst + rank * (C::W_BYTES / 2), w_map, k, t.n + rank * rows, t.group, full, 3);
+        const int rows = C::BLOCK_N / 2, own = sharer<C>(rank);
+        tma_load_3d_multicast(dst + own * (C::W_BYTES / 2), w_map, k, t.n + own * rows, t.group, full,
+                              (uint16_t)(3 << (rank - own)));
     } else {
         tma_load_3d(dst, w_map, k, t.n, t.group, full);
     }
@@ -160,8 +168,9 @@ MX_DEVICE void load_tokens(uint32_t smem, const CUtensorMap *x_map, uint32_t sta
                            int rank) {
     const uint32_t dst = smem + stage * C::STAGE_BYTES, full = full_barrier<C>(smem, stage);
     if (C::CLUSTER_N == 2) {
-        const int rows = C::BLOCK_M / 2;
-        tma_load_3d_multicast(dst + rank * (C::X_BYTES / 2), x_map, k, t.group, t.token + rank * rows, full, 3);
+        const int rows = C::BLOCK_M / 2, own = sharer<C>(rank);
+        tma_load_3d_multicast(dst + own * (C::X_BYTES / 2), x_map, k, t.group, t.token + own * rows, full,
+                              (uint16_t)(3 << (rank - own)));
     } else {
         tma_load_3d(dst, x_map, k, t.group, t.token, full);
     }
@@ -178,8 +187,9 @@ template <class C> MX_DEVICE struct k_range locate_k(int k, int rank) {
     if (C::SPLIT == 1) {
         return {0, k};
     }
-    const int first = (k / 256 + 1) / 2 * 256;
-    return {rank == 0 ? 0 : first, rank == 0 ? first : k};
+    const int spans = k / 256, part = k_part<C>(rank), each = spans / C::SPLIT, more = spans % C::SPLIT;
+    const int begin = part * each + min(part, more); /* the first `more` parts have a span more */
+    return {begin * 256, (begin + each + (part < more ? 1 : 0)) * 256};
 }
 
 /* Columns of K in stages, of this block's part. */

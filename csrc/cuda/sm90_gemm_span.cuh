@@ -127,7 +127,7 @@ MX_DEVICE void sum_spans(struct consumer<C> &c, const struct mx_sm90_gemm_params
 /* Weight scale bytes of the warpgroup's columns, one per STEP of them: loaded before the main loop, which hides it. */
 template <class C> struct weight_scales {
     static constexpr int STEP = C::HALF_N % MX_BLOCK == 0 ? MX_BLOCK : 16, COUNT = C::HALF_N / STEP;
-    uint8_t bytes[C::HALVES][COUNT];
+    uint32_t words[C::HALVES][(COUNT + 3) / 4]; /* four bytes a register */
 };
 
 template <class C>
@@ -136,8 +136,10 @@ MX_DEVICE void load_weight_scales(struct weight_scales<C> &w, const struct mx_sm
     typedef struct weight_scales<C> scales;
 #pragma unroll
     for (int i = 0; i < C::HALVES * scales::COUNT; i++) {
-        const int n = min(t.n + col + i * scales::STEP, p.num_rows - 1);
-        w.bytes[i / scales::COUNT][i % scales::COUNT] = (uint8_t)weight_scale_byte(p.w_scale, t.group, n);
+        const int n = min(t.n + col + i * scales::STEP, p.num_rows - 1), j = i % scales::COUNT;
+        const uint32_t byte = weight_scale_byte(p.w_scale, t.group, n) << (8 * (j % 4));
+        uint32_t *word = &w.words[i / scales::COUNT][j / 4];
+        *word = j % 4 == 0 ? byte : *word | byte;
     }
 }
 
@@ -146,7 +148,7 @@ MX_DEVICE void decode_weight_scales(const struct weight_scales<C> &w, int half,
                                     float (&factors)[weight_scales<C>::COUNT]) {
 #pragma unroll
     for (int i = 0; i < weight_scales<C>::COUNT; i++) {
-        factors[i] = mx_f32_from_scale(w.bytes[half][i]);
+        factors[i] = mx_f32_from_scale((uint8_t)(w.words[half][i / 4] >> (8 * (i % 4))));
     }
 }
 
