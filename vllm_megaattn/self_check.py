@@ -46,7 +46,7 @@ FAMILIES = {
 # Units that others replace, by a switch of the C core.
 REPLACEABLE = {"decode": NO_DECODE, "pairs": NO_PAIRS}
 
-STREAM_TOKENS = 1190  # enough for the kernels that move four pieces a warp, on any number of SMs
+STREAM_TOKENS = 600  # enough for the kernels that move four pieces a warp, on up to 150 SMs
 _WIDE = {"span": 256, "weights": "wide"}
 
 QUICK_HOPPER = (
