@@ -39,8 +39,8 @@ _PREFERRED_SPAN = {"sm90": 256}
 # also what vLLM holds there and the only form cuBLASLt takes.
 ROW_SCALES = ("sm100", "sm103")
 
-# Up to so many tokens the GPU kernels that read their weights once are used (csrc/cuda/cuda_backend.c).
-_MAX_DECODE_TOKENS = 64
+# Up to so many tokens the fused path on a GPU may want room for a BF16 z (csrc/cuda/cuda_backend.c).
+_MAX_BF16_Z_TOKENS = 128
 
 
 # ---- argument handling ---------------------------------------------------------------------------------------------
@@ -465,7 +465,7 @@ def _projection_buffers(
     else:
         _require_int(op, scale_span=scale_span)
     z, z_scale = _empty_mxfp8(tokens, groups * rows, device)
-    has_bf16 = not fused or (device.type == "cuda" and tokens <= _MAX_DECODE_TOKENS)
+    has_bf16 = not fused or (device.type == "cuda" and tokens <= _MAX_BF16_Z_TOKENS)
     z_bf16 = torch.empty((tokens, groups, rows) if has_bf16 else (0,), dtype=torch.bfloat16, device=device)
     if out is None:
         out = torch.empty((tokens, wo_b.shape[0]), dtype=torch.bfloat16, device=device)

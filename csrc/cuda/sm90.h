@@ -16,6 +16,9 @@ int mx_sm90_gemm(const struct mx_cuda_device *dev, const struct mx_matmul *args,
 int mx_sm90_gemm_planned(const struct mx_cuda_device *dev, const struct mx_matmul *args,
                          const struct mx_gemm_plan *plan, const struct mx_exec *exec);
 
+/* wo_a with BF16 z where the quantiser expects it. */
+struct mx_matmul mx_sm90_write_bf16(const struct mx_matmul *a, const struct mx_quantize *quantize);
+
 /* Kernels for few tokens (T <= 64). MX_UNSUPPORTED says that the problem is not theirs, the tiled kernels then take it;
  * weak, because a build may leave them out. */
 __attribute__((weak, visibility("hidden"))) int mx_sm90_decode_matmul(const struct mx_matmul *args,

@@ -277,17 +277,6 @@ int mx_sm90_decode_matmul(const struct mx_matmul *args, const struct mx_exec *ex
     return code == MX_OK ? mx_sm90_decode_run(&plan, args, NULL, NULL, exec) : code;
 }
 
-/* wo_a with BF16 z where the quantiser expects it. */
-static struct mx_matmul write_bf16(const struct mx_matmul *a, const struct mx_quantize *quantize) {
-    struct mx_matmul args = *a;
-    args.out_e4m3 = NULL;
-    args.out_scale = NULL;
-    args.out_bf16 = (uint16_t *)(uintptr_t)quantize->z;
-    args.out_stride_token = quantize->z_stride_token;
-    args.out_stride_group = quantize->z_stride_group;
-    return args;
-}
-
 int mx_sm90_decode_o_proj(const struct mx_o_proj *args, const struct mx_exec *exec) {
     const struct mx_cuda_device *dev = mx_cuda_device(exec->device_index, exec->err, exec->err_bytes);
     struct mx_matmul a = *args->a;
@@ -312,7 +301,7 @@ int mx_sm90_decode_o_proj(const struct mx_o_proj *args, const struct mx_exec *ex
         b_plan = inside;
     }
     if (fused && !mxfp8_z) {
-        a = write_bf16(&a, bf16_z);
+        a = mx_sm90_write_bf16(&a, bf16_z);
         if ((code = check_output(&a, exec)) != MX_OK ||
             (code = choose(&a_plan, &a, MX_DECODE_FROM_E4M3, dev, exec)) != MX_OK) {
             return code;
