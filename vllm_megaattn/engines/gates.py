@@ -24,8 +24,9 @@ HEAD_DIM, ROPE_DIM = (
     64,
 )  # DeepSeek-V4 and V4.1; the kernels read them from the tensors, the engines' layouts are fixed
 
-# Backends whose kernels keep a token's bits independent of the batch when they are asked to (MX_FLAG_BATCH_INVARIANT).
-BATCH_INVARIANT_BACKENDS = frozenset({"cpu"})
+# Backends whose kernels keep a token's bits independent of the batch when they are asked to (MX_FLAG_BATCH_INVARIANT);
+# for sm90 tests/test_gpu_invariance.py has shown it on an H200.
+BATCH_INVARIANT_BACKENDS = frozenset({"cpu", "sm90"})
 
 
 @dataclass(frozen=True)
