@@ -333,3 +333,27 @@ def test_no_source_casts_floats_to_e8m0():
     for path in sources:
         assert not re.search(r"\.(to|type)\([^)]*(e8m0|E8M0)", path.read_text()), path
     assert re.search(r"\.(to|type)\([^)]*(e8m0|E8M0)", "scale.to(torch.float8_e8m0fnu)")
+
+
+def test_flushed_elements_are_counted(rng, device):
+    """Wider spans flush more; the count is the reference's."""
+    bits = ref.bf16_encode(
+        (rng.standard_normal((5, 512)) * np.exp2(rng.integers(-20, 4, (5, 512)))).astype(np.float32)
+    )
+    bits[0, :7] = 0x8000  # zeros flush nothing
+    counts = []
+    for span in SPANS:
+        z = bf16(bits, device)
+        q, _ = vllm_megaattn.mxfp8_quantize_sfd128x4(z, scale_span=span)
+        counts.append(vllm_megaattn.count_flushed(z, q))
+        want, _ = ref.quantize(bits, span)
+        assert counts[-1] == int((((want & 0x7F) == 0) & ((bits & 0x7FFF) != 0)).sum())
+    assert 0 < counts[0] < counts[1] < counts[2]
+
+
+def test_count_flushed_refuses():
+    z = torch.zeros(4, 32, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match="q must be torch.float8_e4m3fn, got torch.bfloat16"):
+        vllm_megaattn.count_flushed(z, z)
+    with pytest.raises(ValueError, match="as many elements as z, 128, got 32"):
+        vllm_megaattn.count_flushed(z, torch.zeros(32, dtype=E4M3))

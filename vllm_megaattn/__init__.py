@@ -20,10 +20,12 @@ from vllm_megaattn.ops import (
     prepare_weight,
 )
 from vllm_megaattn.self_check import prepare_device
+from vllm_megaattn.spans import count_flushed
 
 __all__ = [
     "OProj",
     "__version__",
+    "count_flushed",
     "einsum_fp8_bf16",
     "einsum_fp8_sfd128x4",
     "inv_rope_mxfp8_quantize",
