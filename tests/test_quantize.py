@@ -353,7 +353,7 @@ def test_flushed_elements_are_counted(rng, device):
 
 def test_count_flushed_refuses():
     z = torch.zeros(4, 32, dtype=torch.bfloat16)
-    with pytest.raises(TypeError, match="q must be torch.float8_e4m3fn, got torch.bfloat16"):
+    with pytest.raises(TypeError, match=r"q must be torch\.float8_e4m3fn, got torch\.bfloat16"):
         vllm_megaattn.count_flushed(z, z)
     with pytest.raises(ValueError, match="as many elements as z, 128, got 32"):
         vllm_megaattn.count_flushed(z, torch.zeros(32, dtype=E4M3))

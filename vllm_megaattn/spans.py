@@ -1,7 +1,7 @@
 """What wide scale spans cost: elements that a scale shared by more columns flushes to zero.
 
-An MXFP8 element becomes zero when it is below half of 2^-9 times its block's scale. With one scale for 128 or 256 columns an
-outlier sets the scale of more neighbours than with one for 32, so more of the small ones vanish.
+An MXFP8 element becomes zero when it is at most half of 2^-9 times its block's scale. With one scale for 128 or 256
+columns an outlier sets the scale of more neighbours than with one for 32, so more of the small ones vanish.
 """
 
 from __future__ import annotations
