@@ -509,6 +509,7 @@ def prepare_weight(
     """
     op = "prepare_weight"
     _require_tensors(op, w=w, w_scale=w_scale)
+    selector.requested_wo_b()
     if groups is not None:
         _require_int(op, groups=groups)
     if w.dtype is not E4M3:
@@ -516,7 +517,7 @@ def prepare_weight(
     _require_dims(op, "w", w, (2, 3), "[G, N, K] or [G*N, K]")
     target = torch.device(device) if device is not None else w.device
     if w_scale.dtype is torch.float32:
-        w_scale = layouts.scale_bytes_from_float32(w_scale, name="w_scale")
+        w_scale = layouts.scale_bytes_from_float32(w_scale, name=f"{op}: w_scale")
     groups = _groups_of_weight(op, w, w_scale, groups)
     _check_weight(op, w, w_scale, groups)
     report: dict[str, object] = {"form": "as given", "changed": 0, "elements": w.numel(), "relative_error": 0.0}
@@ -587,21 +588,29 @@ def _stacked_reading(rows: int, scale_rows: int) -> int:
 
 
 def _check_weight(op: str, w: torch.Tensor, w_scale: torch.Tensor, groups: int) -> None:
-    """Refuses what the ops would refuse, by asking one: zero tokens, tensors of the same shapes on the CPU, no work."""
-    k = w.shape[-1]
-    w_like = torch.empty(w.shape, dtype=w.dtype)
-    scale_like = torch.empty(w_scale.shape, dtype=w_scale.dtype)
+    """Refuses what the ops would refuse, by asking one: zero tokens, tensors of the same shapes on the CPU, no work. The
+    op itself, not its front end, which would ask for a route of wo_b that the CPU may not have."""
+    k, grouped = w.shape[-1], w.dim() == 3 or groups > 1
+    multiple = 128 if grouped else layouts.BLOCK
+    if k == 0 or k % multiple:  # the op would speak of the activation that is made here
+        what = "groups of weights" if grouped else "weights"
+        raise ValueError(f"{op}: w must have K a positive multiple of {multiple} for {what}, got {k}")
+
+    def cpu(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+
+    w_like, scale_like = cpu(w.shape, w.dtype), cpu(w_scale.shape, w_scale.dtype)
+    rows = w.numel() // k // groups
+    asked = "einsum_fp8_bf16" if grouped else "mxfp8_gemm_wo_b"
     try:
-        if (w.dim() == 3 or groups > 1) and k % 128 == 0:
-            x = torch.empty((0, groups, k), dtype=E4M3)
-            einsum_fp8_bf16(x, torch.empty((0, groups, k // 128), dtype=torch.int32), w_like, scale_like)
+        if grouped:
+            x, x_scale = cpu((0, groups, k), E4M3), cpu((0, groups, k // 128), torch.int32)
+            call(_einsum_fp8_bf16, asked, x, x_scale, w_like, scale_like, cpu((0, groups, rows), torch.bfloat16), 32)
         else:
-            if w.dim() == 3 or groups > 1:
-                raise ValueError(f"w: w must have K a multiple of 128 for groups of weights, got {k}")
-            z = torch.empty((0, k), dtype=E4M3)
-            mxfp8_gemm_wo_b(z, torch.empty(0, dtype=torch.uint8), w_like, scale_like)
+            z, z_scale = cpu((0, k), E4M3), cpu((0,), torch.uint8)
+            call(_mxfp8_gemm_wo_b, asked, z, z_scale, w_like, scale_like, cpu((0, rows), torch.bfloat16), 32)
     except (TypeError, ValueError) as error:
-        text = str(error).split(": ", 1)[1]
+        text = str(error).removeprefix(f"{asked}: ")
         stacked = w.dim() == 2 and groups == 1 and text.startswith("w_scale must hold")
         hint = "; groups= splits a w of stacked groups" if stacked else ""
         raise type(error)(f"{op}: {text}{hint}") from None
@@ -630,8 +639,9 @@ def _reblock(
         source = source.unflatten(0, (groups, -1))
     _, rows, k = source.shape
     out_w = torch.empty_like(source, memory_format=torch.contiguous_format)
-    out_scale = torch.empty((groups, -(-rows // block_rows), -(-k // block_cols)), dtype=torch.uint8)
-    stats = torch.empty(3, dtype=torch.float64)
+    scale_shape = groups, -(-rows // block_rows), -(-k // block_cols)
+    out_scale = torch.empty(scale_shape, dtype=torch.uint8, device="cpu")
+    stats = torch.empty(3, dtype=torch.float64, device="cpu")
     call(_reblock_weight, "reblock_weight", source, scale, out_w, out_scale, stats)
     changed, error, norm = stats.tolist()
     if w.dim() == 2 and w_scale.dim() < 3:

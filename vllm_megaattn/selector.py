@@ -287,6 +287,14 @@ class Route(NamedTuple):
 _routes: dict[tuple[str, str], tuple[Route | None, str]] = {}
 
 
+def requested_wo_b() -> str:
+    """What VLLM_MEGAATTN_WO_B asks for, "auto" where it is not set; ValueError when that is not one of WO_B_ROUTES."""
+    requested = os.environ.get(ENV_WO_B) or "auto"
+    if requested not in WO_B_ROUTES:
+        raise ValueError(f"{ENV_WO_B} must be one of {', '.join(WO_B_ROUTES)}, got {requested!r}")
+    return requested
+
+
 def select_wo_b(device_key: str) -> Route:
     """The route of wo_b, as VLLM_MEGAATTN_WO_B and the device have it; the C core is told (csrc/cuda/sm100.h).
 
@@ -294,12 +302,10 @@ def select_wo_b(device_key: str) -> Route:
     `prepare_weight` gives them); others go to the package's own kernel. Raises ValueError when the variable holds
     something else than WO_B_ROUTES, or what cannot be had on this device. A repeated call costs two look-ups.
     """
-    requested = os.environ.get(ENV_WO_B) or "auto"
+    requested = requested_wo_b()
     key = (device_key, requested)
     found = _routes.get(key)
     if found is None:
-        if requested not in WO_B_ROUTES:
-            raise ValueError(f"{ENV_WO_B} must be one of {', '.join(WO_B_ROUTES)}, got {requested!r}")
         found = _routes[key] = _decide_wo_b(device_key, requested)
     route, refusal = found
     if route is None:
