@@ -431,7 +431,9 @@ def test_the_route_of_wo_b_has_no_say(dims, rng, monkeypatch):
 def test_columns_that_are_no_blocks_are_refused():
     for cols in (0, 40):
         w, scale = torch.zeros((32, cols), dtype=E4M3), torch.zeros((1, 1), dtype=torch.uint8)
-        with pytest.raises(ValueError, match=rf"^prepare_weight: w must have K a positive multiple of 32 .*got {cols}$"):
+        with pytest.raises(
+            ValueError, match=rf"^prepare_weight: w must have K a positive multiple of 32 .*got {cols}$"
+        ):
             vllm_megaattn.prepare_weight(w, scale)
 
 

@@ -21,7 +21,6 @@ from vllm_megaattn import _C, layouts
 
 E4M3 = torch.float8_e4m3fn
 POISON = 0xA5
-LIBRARY, VALUE_ERROR = 16, 1  # MX_FLAG_WO_B_CUBLASLT of csrc/kernels.h, MX_ERROR_VALUE of csrc/op.h
 POOL_BYTES = 1 << 18  # weights up to this size are cut from the pool
 WINDOW_STEP = 16  # bytes between the rows of weights that are windows: what the copy engine needs
 CHECKED_ROWS = 128  # first and last rows of large weights that the CPU computes
@@ -419,7 +418,7 @@ def run(cases: list[tuple[int, Case]], device: torch.device, set_flags: Callable
                 launch(p, there)
             except (RuntimeError, ValueError) as error:
                 failed[index] = str(error)
-                if p.case.flags & LIBRARY and _C.take_error_kind() == VALUE_ERROR:
+                if p.case.flags & _C.FLAG_WO_B_CUBLASLT and _C.take_error_kind() == _C.VALUE_ERROR:
                     not_offered.add(index)
     finally:
         set_flags(0)
