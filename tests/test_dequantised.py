@@ -201,8 +201,8 @@ def test_bf16_weights_are_checked_too(problem):
     ):
         with pytest.raises(ValueError, match=message):
             dequantised.o_proj_from_attn(**{**problem, **change}, groups=GROUPS)
+    change = {"wo_b": problem["wo_b"].float(), "wo_b_scale": torch.zeros((5, 6), dtype=torch.uint8)}
     with pytest.raises(TypeError, match="wo_b must have dtype float8_e4m3fn, got float32"):
-        change = {"wo_b": problem["wo_b"].float(), "wo_b_scale": torch.zeros((5, 6), dtype=torch.uint8)}
         dequantised.o_proj_from_attn(**{**problem, **change}, groups=GROUPS)
 
 
