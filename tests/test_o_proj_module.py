@@ -7,6 +7,7 @@ import math
 import re
 
 import pytest
+import safetensors.torch
 import torch
 
 import vllm_megaattn
@@ -218,7 +219,7 @@ def test_conversions_leave_the_byte_formats_alone(tiny, convert):
 
 def test_state_dict_and_copies(tiny, other):
     module, target = OProj.from_checkpoint(tiny, 0), OProj.from_checkpoint(other, 0)
-    assert sorted(module.state_dict()) == sorted(WEIGHT_NAMES)
+    assert sorted(module.state_dict()) == sorted([*WEIGHT_NAMES, "_extra_state"])
     attn, positions = attention()
     wanted = module(attn, positions)
     twin = copy.deepcopy(target)
@@ -226,6 +227,91 @@ def test_state_dict_and_copies(tiny, other):
     assert torch.equal(bits(target(attn, positions)), bits(wanted))
     assert not torch.equal(bits(twin(attn, positions)), bits(wanted))
     assert not list(module.parameters())
+
+
+def test_a_state_dict_of_another_order_or_with_nan_is_refused(tiny, other, tmp_path):
+    """Each refusal names the tensor and leaves the old weights, strict or not."""
+    module = OProj.from_checkpoint(tiny, 0, order="chunk_interleaved")
+    old = {name: getattr(module, name).clone().view(torch.uint8) for name in WEIGHT_NAMES}
+    path = tmp_path / "state.safetensors"
+    safetensors.torch.save_file(OProj.from_checkpoint(other, 0).state_dict(), path)
+    standard = safetensors.torch.load_file(path)  # the order survives a file that holds nothing but tensors
+    good = OProj.from_checkpoint(other, 0, order="chunk_interleaved").state_dict()
+    element, scale = good["wo_b"].clone(), good["wo_a_scale"].clone()
+    element.view(torch.uint8)[3, 5], scale[1, 0, 2] = 0x7F, 0xFF
+    unnamed = {name: good[name] for name in WEIGHT_NAMES}
+    for state, message in (
+        (standard, "wo_a has its columns in order 'standard', this module needs 'chunk_interleaved'"),
+        ({**good, "wo_b": element}, r"wo_b holds NaN elements \(0x7F or 0xFF\): 1 of 262144, the first at \[3, 5\]"),
+        ({**good, "wo_a_scale": scale}, r"wo_a_scale holds NaN scales .*the first at \[1, 0, 2\]"),
+        ({**good, "wo_a": good["wo_a"].float()}, "wo_a must have dtype torch.float8_e4m3fn, got torch.float32"),
+    ):
+        for strict in (True, False):
+            with pytest.raises(RuntimeError, match=message):
+                module.load_state_dict(state, strict=strict)
+        with pytest.raises(RuntimeError, match=message.replace("wo_", "proj.wo_", 1)):
+            torch.nn.ModuleDict({"proj": module}).load_state_dict({f"proj.{k}": v for k, v in state.items()})
+    assert all(torch.equal(getattr(module, name).view(torch.uint8), old[name]) for name in WEIGHT_NAMES)
+    with pytest.raises(RuntimeError, match=r'Missing key.*"_extra_state"'):
+        module.load_state_dict(unnamed)
+    module.load_state_dict(unnamed, strict=False)
+    assert torch.equal(module.wo_a.view(torch.uint8), good["wo_a"].view(torch.uint8))
+    module.load_state_dict(good)
+    attn, positions = attention()
+    fresh = OProj.from_checkpoint(other, 0, order="chunk_interleaved")
+    assert torch.equal(bits(module(attn, positions)), bits(fresh(attn, positions)))
+
+
+def test_what_the_caller_gave_is_never_written(weights, other):
+    given = [tensor.clone() for tensor in tensors(weights)]
+    module = OProj(*given)
+    before = [tensor.view(torch.uint8).clone() for tensor in given]
+    new = tensors(checkpoint.load_o_proj(other, 0))
+    module.load_weights(*new)
+    module.load_state_dict(OProj(*new).state_dict())
+    assert all(torch.equal(tensor.view(torch.uint8), old) for tensor, old in zip(given, before, strict=True))
+    assert torch.equal(module.wo_a.view(torch.uint8), new[0].view(torch.uint8))
+
+
+@pytest.mark.parametrize("rows", [1, 32, 128])
+@pytest.mark.parametrize("cols", [32, 128, 256, TINY.group_cols])
+def test_every_form_of_scales_can_be_reordered(weights, rows, cols):
+    """The same scales block by block, whatever their blocks: the projection does not depend on the order."""
+    shape = (weights.groups, TINY.rank // rows, TINY.group_cols // cols)
+    scale = torch.randint(116, 124, shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    attn, positions = attention()
+    for given in (scale, scale.flatten(0, 1), scale.view(torch.float8_e8m0fnu)):
+        y, reordered = (
+            OProj(weights.wo_a, given, weights.wo_b, weights.wo_b_scale, cos_sin=rope_cache(1000), order=order)(
+                attn, positions
+            )
+            for order in ("standard", "chunk_interleaved")
+        )
+        assert relative(reordered, y.double()) < 2.0**-8
+
+
+def test_scales_that_cannot_be_reordered_are_refused(weights):
+    for shape, message in (
+        ((8, 4, 5), r"one scale for 32, 128, 256 or all of the 1024 columns to be reordered, got \[8, 4, 5\]"),
+        ((7, 4, 32), r"wo_a_scale must have shape \[8, rank/r, K/c\].*got \[7, 4, 32\]"),
+        ((30, 32), r"wo_a_scale must have shape .*got \[30, 32\]"),
+    ):
+        scale = torch.full(shape, 120, dtype=torch.uint8)
+        with pytest.raises(ValueError, match=message):
+            OProj(weights.wo_a, scale, weights.wo_b, weights.wo_b_scale, order="chunk_interleaved")
+
+
+def test_one_group_may_have_tiled_scales(weights):
+    """1-D F8_128x4 of a single group, as the ops take it."""
+    linear = layouts.expand_blocks(weights.wo_a_scale[:1], TINY.rank, TINY.group_cols, (32, 32))
+    wo_b = weights.wo_b[:, : TINY.rank].contiguous(), weights.wo_b_scale[:, : TINY.rank // 32].contiguous()
+    attn, positions = attention(heads=2)
+    for order in ("standard", "chunk_interleaved"):
+        tiled, blocks = (
+            OProj(weights.wo_a[:1], scale, *wo_b, cos_sin=rope_cache(1000), order=order)(attn, positions)
+            for scale in (layouts.to_f8_128x4(linear[0]), weights.wo_a_scale[:1])
+        )
+        assert torch.equal(bits(tiled), bits(blocks))
 
 
 def test_move_to_meta(tiny):
@@ -428,3 +514,22 @@ def test_rope_cache_refusals():
     ):
         with pytest.raises(ValueError, match=message):
             rope_cache(**arguments)
+
+
+# ---- the surroundings -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["standard", "chunk_interleaved"])
+def test_default_device_does_not_matter(tiny, order):
+    attn, positions = attention()
+    wanted = OProj.from_checkpoint(tiny, 0, order=order)(attn, positions)
+    with torch.device("meta"):
+        module = OProj.from_checkpoint(tiny, 0, order=order)
+        y = module(attn, positions)
+    assert torch.equal(bits(y), bits(wanted))
+
+
+def test_a_checkpoint_is_written_on_any_default_device(tiny, tmp_path):
+    with torch.device("meta"):
+        path = checkpoint.write_synthetic_checkpoint(tmp_path / "model.safetensors", tiny=True)
+    assert path.read_bytes() == tiny.read_bytes()

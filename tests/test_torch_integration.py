@@ -326,3 +326,13 @@ def test_flush_denormal_mode_does_not_change_results(rng):
     finally:
         torch.set_flush_denormal(False)
     assert all(map(same_bits, got, expected))
+
+
+def test_raw_ops_detach():
+    """What `ops` says of callers of torch.ops: no autograd kernel, so a result does not require grad."""
+    z = torch.zeros((4, 64), dtype=torch.bfloat16, requires_grad=True)
+    q, q_scale = torch.empty((4, 64), dtype=torch.float8_e4m3fn), torch.empty(512, dtype=torch.uint8)
+    torch.ops.vllm_megaattn.mxfp8_quantize_sfd128x4(z, q, q_scale, 32)
+    assert not q.requires_grad
+    with pytest.raises(ValueError, match="z requires grad, but this op has no backward"):
+        vllm_megaattn.mxfp8_quantize_sfd128x4(z)

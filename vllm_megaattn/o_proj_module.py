@@ -56,7 +56,7 @@ def rope_cache(
     if layout not in ops.COS_SIN_LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(ops.COS_SIN_LAYOUTS)}, got {layout!r}")
     half = rope_dim // 2
-    index = torch.arange(half, dtype=torch.float64)
+    index = torch.arange(half, dtype=torch.float64, device="cpu")
     frequency = theta ** (-2.0 * index / rope_dim)
     if yarn is not None:
         low = _rotations_index(yarn.beta_fast, yarn.original_max_positions, theta, rope_dim)
@@ -64,7 +64,7 @@ def rope_cache(
         low, high = max(math.floor(low), 0), min(math.ceil(high), rope_dim - 1)
         stretched = ((index - low) / max(high - low, 1e-3)).clamp(0.0, 1.0)  # 0: keep, 1: divide by factor
         frequency = frequency * (1.0 - stretched) + frequency / yarn.factor * stretched
-    angle = torch.arange(max_positions, dtype=torch.float64)[:, None] * frequency
+    angle = torch.arange(max_positions, dtype=torch.float64, device="cpu")[:, None] * frequency
     pair = torch.stack([angle.cos(), angle.sin()], dim=1 if layout == "halves" else 2)
     return pair.reshape(max_positions, rope_dim).to(torch.float32).to(device)
 
@@ -82,8 +82,9 @@ class OProj(torch.nn.Module):
     cos_sin    float32 [max_positions, R], R even (DeepSeek: 64), see `rope_cache`; needed by `forward`, not by
                `forward_quantized`
     order      order of a group's columns that the attention output is quantised in: "standard" (column = head * 512
-               + d) or "chunk_interleaved" (vLLM's mega attention). wo_a is always given in standard order, as
-               checkpoints hold it, and permuted here.
+               + d) or "chunk_interleaved" (vLLM's mega attention; K a multiple of 512). wo_a is always given in standard
+               order, as checkpoints hold it, and permuted here together with its scales, in any form above: where one
+               covers all of K nothing moves, those of 128 or 256 columns are first repeated for each 32
     path       "auto", "fused" or "unfused", see `selector`
     scale_span columns of an activation that share one scale, 32, 128 or 256; None lets the op choose
     padded_heads  True: `forward` takes an attention output with more heads than wo_a reads, those behind are padding (the
@@ -92,9 +93,11 @@ class OProj(torch.nn.Module):
     device     where to put everything; None: where wo_a is
 
     The weights are buffers in the form that `prepare_weight` gives for the device; `reports` says what it changed. Weights
-    or scales that hold NaN are refused. Tensors that have that form already are taken over, not copied. `load_weights`
-    replaces the buffers' contents in place, so addresses, and captured CUDA graphs, stay valid. `Module.to` and friends
-    move the buffers but never change their dtypes: they are byte formats, not precisions.
+    or scales that hold NaN are refused. The buffers are the module's own, copied where a tensor has that form already:
+    `load_weights` replaces their contents in place, so addresses, and captured CUDA graphs, stay valid, and what the caller
+    gave (a read-only memory map, say) is never written. `Module.to` and friends move the buffers but never change their
+    dtypes: they are byte formats, not precisions. A `state_dict` names the order of its columns; `load_state_dict` refuses
+    another order, another dtype and NaN, and then loads nothing.
     """
 
     def __init__(
@@ -116,9 +119,9 @@ class OProj(torch.nn.Module):
         super().__init__()
         for name, tensor in zip(WEIGHTS, (wo_a, wo_a_scale, wo_b, wo_b_scale), strict=True):
             _require_tensor(name, tensor)
-        if order not in ops.ORDERS:
+        if not isinstance(order, str) or order not in ops.ORDERS:
             raise ValueError(f"order must be one of {', '.join(ops.ORDERS)}, got {order!r}")
-        if cos_sin_layout not in ops.COS_SIN_LAYOUTS:
+        if not isinstance(cos_sin_layout, str) or cos_sin_layout not in ops.COS_SIN_LAYOUTS:
             raise ValueError(
                 f"cos_sin_layout must be one of {', '.join(ops.COS_SIN_LAYOUTS)}, got {cos_sin_layout!r}"
             )
@@ -142,8 +145,10 @@ class OProj(torch.nn.Module):
             selector.device_key(target), rank=self.rank, requested=path
         )  # refuse now, not in forward
         prepared, self.reports = self._prepare(wo_a, wo_a_scale, wo_b, wo_b_scale, target)
+        given = {tensor.untyped_storage()._cdata for tensor in (wo_a, wo_a_scale, wo_b, wo_b_scale)}
         for name, tensor in prepared.items():
-            self.register_buffer(name, tensor)
+            shared = tensor.untyped_storage()._cdata in given
+            self.register_buffer(name, _copy(tensor) if shared else tensor)
         cache = cos_sin.to(target).contiguous() if cos_sin is not None else None
         self.register_buffer("cos_sin", cache, persistent=False)
 
@@ -257,6 +262,60 @@ class OProj(torch.nn.Module):
             getattr(self, name).copy_(tensor)
         self.reports = reports
 
+    def get_extra_state(self) -> torch.Tensor:
+        """The order of wo_a's columns, as a tensor so that files of tensors hold it: uint8, a value of `ops.ORDERS`."""
+        return torch.tensor([ops.ORDERS[self.order]], dtype=torch.uint8, device="cpu")
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        """Nothing is set: `_load_from_state_dict` has compared the order with the module's own."""
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, object],
+        prefix: str,
+        local_metadata: dict[str, object],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        refusals = self._refuse_state(state_dict, prefix)
+        error_msgs.extend(refusals)
+        if not refusals:
+            super()._load_from_state_dict(
+                state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+            )
+
+    def _refuse_state(self, state_dict: dict[str, object], prefix: str) -> list[str]:
+        """Why the tensors of a state_dict cannot be this module's."""
+        refusals = []
+        code = state_dict.get(f"{prefix}_extra_state")
+        if code is not None:  # torch itself reports a missing one
+            names = {number: name for name, number in ops.ORDERS.items()}
+            order = names.get(int(code), f"code {int(code)}")
+            if order != self.order:
+                refusals.append(
+                    f"{prefix}wo_a has its columns in order {order!r}, this module needs {self.order!r}: build it with "
+                    f"order={order!r}, or give load_weights a wo_a in standard order"
+                )
+        given = {name: state_dict.get(f"{prefix}{name}") for name in WEIGHTS}
+        for name, tensor in given.items():
+            if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+                continue
+            if tensor.dtype != getattr(self, name).dtype:
+                refusals.append(f"{prefix}{name} must have dtype {getattr(self, name).dtype}, got {tensor.dtype}")
+                continue
+            if tensor.shape != getattr(self, name).shape:
+                continue  # torch says so itself
+            if name.endswith("_scale"):
+                shape = getattr(self, name.removesuffix("_scale")).shape
+                tensor = layouts.weight_scale_bytes(tensor, *shape[-2:], name=name)
+            try:
+                layouts.refuse_nan(tensor, name=f"{prefix}{name}")
+            except ValueError as error:
+                refusals.append(str(error))
+        return refusals
+
     def choice(self) -> selector.Choice:
         """Path, backend and reason for the device the weights are on now."""
         return selector.select_path(selector.device_key(self.wo_a.device), rank=self.rank, requested=self.path)
@@ -362,18 +421,35 @@ def _bytes_if_float32(scale: torch.Tensor, name: str) -> torch.Tensor:
     return layouts.scale_bytes_from_float32(scale, name=name) if scale.dtype == torch.float32 else scale
 
 
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in memory of their own; packed words keep their strides, which a kernel may want."""
+    if tensor.dtype != torch.int32 or 0 in tensor.stride():
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
 def _interleave(wo_a: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """wo_a and its scales with a group's columns in chunk-interleaved order; the scales become 1x32 or 32x32 blocks,
-    since a 128-wide block is torn apart by the permutation."""
+    """wo_a and its scales with a group's columns in chunk-interleaved order. Scales of more than 32 columns are repeated
+    for each 32, since the permutation tears wider blocks apart; one that covers all of K holds in any order."""
     groups, rank, cols = wo_a.shape
     if cols % checkpoint.HEAD_DIM:
         raise ValueError(f"wo_a must have a multiple of {checkpoint.HEAD_DIM} columns to be reordered, got {cols}")
-    heads = cols // checkpoint.HEAD_DIM
-    if scale.dtype == torch.int32:
-        scale = layouts.from_packed(scale, cols // layouts.BLOCK, name="wo_a_scale")
-    scale = layouts.scale_bytes(scale, name="wo_a_scale").reshape(groups, -1, scale.shape[-1])
-    block = layouts.find_block_shape(rank, cols, scale.shape[-2:], name="wo_a_scale")
-    if block == (128, 128):
-        scale = layouts.expand_blocks(scale, rank, cols, block)[:, :: layouts.BLOCK].contiguous()
-    order = checkpoint.HEAD_DIM
-    return layouts.to_chunk_interleaved(wo_a, heads, order), layouts.to_chunk_interleaved(scale, heads, order)
+    heads, num_blocks, shape = cols // checkpoint.HEAD_DIM, cols // layouts.BLOCK, list(scale.shape)
+    if scale.dim() == 1 or scale.dtype == torch.int32:
+        scale = layouts.linear_weight_scale(scale, groups, rank, cols, name="wo_a_scale")
+    scale = layouts.scale_bytes(scale, name="wo_a_scale")
+    if scale.dim() not in (2, 3) or (scale.shape[0] != groups if scale.dim() == 3 else scale.shape[0] % groups):
+        raise ValueError(
+            f"wo_a_scale must have shape [{groups}, rank/r, K/c] or [{groups} * rank/r, K/c], got {shape}"
+        )
+    widths = {layouts.ceil_div(cols, width): width for width in (256, 128, 32)}
+    if scale.shape[-1] != 1 and scale.shape[-1] not in widths:
+        raise ValueError(
+            f"wo_a_scale must hold one scale for 32, 128, 256 or all of the {cols} columns to be reordered, got {shape}"
+        )
+    scale = scale.reshape(groups, scale.shape[-2] if scale.dim() == 3 else scale.shape[0] // groups, scale.shape[-1])
+    if scale.shape[-1] > 1:
+        repeats = widths[scale.shape[-1]] // layouts.BLOCK
+        wide = scale.repeat_interleave(repeats, dim=-1)[..., :num_blocks]
+        scale = layouts.to_chunk_interleaved(wide, heads, checkpoint.HEAD_DIM)
+    return layouts.to_chunk_interleaved(wo_a, heads, checkpoint.HEAD_DIM), scale
