@@ -88,7 +88,8 @@ class OProjWeights:
 
 class Checkpoint:
     """The keys of a checkpoint and lazy access to their tensors: a single .safetensors file, a directory (with or
-    without an index), or the index file itself. A context manager; the files stay mapped until it is left.
+    without an index), or the index file itself. A context manager; what `read` returned is a copy and outlives it, and the
+    files may be changed or removed once it is left.
 
     A single file of a sharded checkpoint is enough when it holds what is asked for; what it lacks is looked up in the
     index beside it, if there is one.
@@ -135,10 +136,14 @@ class Checkpoint:
         return part.get_dtype(), list(part.get_shape())
 
     def read(self, key: str, rows: slice = slice(None), cols: slice = slice(None)) -> torch.Tensor:
-        """`tensor[rows, cols]` of a 2-D tensor, contiguous; other parts of the file are not touched."""
+        """`tensor[rows, cols]` of a 2-D tensor, a contiguous copy; other parts of the file are not touched.
+
+        A slice of whole rows is a view of the mapping: kept, it would change with the file, and a file that gets
+        shorter would kill the process (SIGBUS).
+        """
         part = self._slice(key)
         try:
-            return part[rows, cols].contiguous()
+            return part[rows, cols].clone(memory_format=torch.contiguous_format)
         except SafetensorError as error:
             raise ValueError(f"{self._files[key]}: cannot read {key}: {error}") from error
 
@@ -180,7 +185,7 @@ class Checkpoint:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index} is not a safetensors index with a 'weight_map' object: {error!r}") from error
         for name in set(names.values()):
-            if Path(name).name != name:
+            if Path(name).name != name or name in ("", ".", ".."):
                 raise ValueError(f"{index}: shard names must be plain file names, got {name!r}")
         return {key: index.parent / name for key, name in names.items()}
 
@@ -239,8 +244,8 @@ def load_o_proj(
             dtype, shape = checkpoint.spec(key)
             if dtype != "F8_E4M3":
                 raise ValueError(f"{key} must be F8_E4M3 (quantised), got {dtype} {shape}")
-            if len(shape) != 2:
-                raise ValueError(f"{key} must be a 2-D matrix, got shape {shape}")
+            if len(shape) != 2 or 0 in shape:
+                raise ValueError(f"{key} must be a 2-D matrix with at least one row and column, got shape {shape}")
         rows, group_cols = checkpoint.spec(names["wo_a"])[1]
         hidden, cols = checkpoint.spec(names["wo_b"])[1]
         if cols != rows:
