@@ -119,10 +119,6 @@ class Checkpoint:
     def keys(self) -> list[str]:
         return list(self._files)
 
-    @property
-    def directory(self) -> Path:
-        return self.path if self.path.is_dir() else self.path.parent
-
     def file_of(self, key: str) -> Path:
         return self._files[key]
 
@@ -365,7 +361,7 @@ def _find_num_groups(checkpoint: Checkpoint, weight_key: str, rows: int, group_c
 
     if groups is not None:
         return accept(groups, "argument groups")
-    config = checkpoint.directory / "config.json"
+    config = config_of(checkpoint.path)
     if config.is_file():
         found = _read_config(config)
         if found is not None:
@@ -386,19 +382,34 @@ def _find_num_groups(checkpoint: Checkpoint, weight_key: str, rows: int, group_c
 
 
 def _read_config(config: Path) -> int | None:
+    for part in config_parts(config):
+        if part.get("o_groups") is not None:
+            groups = part["o_groups"]
+            if isinstance(groups, bool) or not isinstance(groups, int):
+                raise ValueError(f"o_groups in {config} must be an integer, got {groups!r}")
+            return groups
+    return None
+
+
+def config_of(path: str | os.PathLike[str]) -> Path:
+    """Where the config.json of a checkpoint lies if it has one: in the directory, or beside the file."""
+    path = Path(path)
+    return (path if path.is_dir() else path.parent) / "config.json"
+
+
+def config_parts(config: Path) -> list[dict[str, object]]:
+    """The objects of a config.json that may describe the language model, the outermost first."""
     try:
         content = json.loads(config.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{config} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{config} must hold a JSON object, got {type(content).__name__}")
-    for part in (content, content.get("text_config"), content.get("language_config")):
-        if isinstance(part, dict) and part.get("o_groups") is not None:
-            groups = part["o_groups"]
-            if isinstance(groups, bool) or not isinstance(groups, int):
-                raise ValueError(f"o_groups in {config} must be an integer, got {groups!r}")
-            return groups
-    return None
+    return [
+        part
+        for part in (content, content.get("text_config"), content.get("language_config"))
+        if isinstance(part, dict)
+    ]
 
 
 # ---- a synthetic checkpoint ------------------------------------------------------------------------------------
