@@ -6,8 +6,10 @@ import copy
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 import vllm_megaattn
@@ -392,6 +394,42 @@ def test_wrong_input_is_refused_by_the_op(tiny):
         module(attn, positions.int())
     with pytest.raises(ValueError, match="attn"):
         module(attn[:, :15], positions)
+
+
+def test_the_python_of_the_readme_runs_as_written(tmp_path, monkeypatch):
+    """Its names and its calls, on small sizes: the result of each line is what the lines before it say it is."""
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"^```python\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
+    (file,) = set(re.findall(r"[\w-]+\.safetensors", snippet))
+    checkpoint.write_synthetic_checkpoint(tmp_path / file, tiny=True)
+    monkeypatch.chdir(tmp_path)
+    attn, positions = attention()
+    stored = safetensors.torch.load_file(file)
+    names = {
+        "attn": attn,
+        "positions": positions,
+        "cos_sin": rope_cache(8192),
+        "wo_a": stored["layers.0.attn.wo_a.weight"],
+        "wo_a_scale": stored["layers.0.attn.wo_a.scale"],
+        "wo_b": stored["layers.0.attn.wo_b.weight"],
+        "wo_b_scale": stored["layers.0.attn.wo_b.scale"],
+    }
+    lines, results = [], []
+    for line in snippet.splitlines():
+        lines.append(line)
+        if line.startswith("y = "):
+            exec("\n".join(lines), names)
+            results.append(names["y"])
+            lines = []
+    assert lines == []
+    assert len(results) == 4
+    for other in results[1:3]:
+        assert torch.equal(bits(results[0]), bits(other))
+    parts = results[3].float()
+    for rank in range(1, 4):
+        part = OProj.from_checkpoint(file, 0, rank, 4)
+        parts += part(attn[:, 4 * rank : 4 * rank + 4], positions).float()
+    assert relative(parts, results[0].double()) < 0.02
 
 
 # ---- the rotary cache -----------------------------------------------------------------------------------------

@@ -405,6 +405,8 @@ def o_proj_from_attn(
         if head_dim and head_dim % 32 == 0 and k % head_dim:  # the op would speak of x, which is made here
             raise ValueError(f"{op}: wo_a must have K a multiple of attn's head size {head_dim}, got {k}")
         _check_heads(op, attn, groups, k, padded_heads)
+    if wo_a.dim() == 3 and wo_a.shape[0] != groups:  # before buffers of that many groups are asked for
+        raise ValueError(f"{op}: wo_a must have G = {groups} groups, got {wo_a.shape[0]}")
     codes = _choose(op, "order", order, ORDERS), _choose(op, "cos_sin_layout", cos_sin_layout, COS_SIN_LAYOUTS)
     chosen = _choose_path(op, attn.device, _rows_of(op, "wo_a", wo_a, groups), path)
     if chosen == "dequantised":
