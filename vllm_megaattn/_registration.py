@@ -10,7 +10,7 @@ import os
 
 import torch  # must be loaded before the C core, which finds libtorch in the process
 
-from vllm_megaattn import _C, self_check
+from vllm_megaattn import _C, _meta_checks, self_check
 from vllm_megaattn.selector import ENV_WO_B
 
 NAMESPACE = "vllm_megaattn"
@@ -41,8 +41,8 @@ _ERROR_TYPES = {1: ValueError, 2: TypeError, 3: RuntimeError}
 
 
 def _make_fake(op: str):
-    """The op returns () and its results are arguments, so there is nothing to infer; but one tensor on the meta device
-    among real ones sends the whole call here, and doing nothing would leave real results unwritten."""
+    """The op returns () and its results are arguments, so there is nothing to infer, only to refuse. One tensor on the
+    meta device among real ones sends the whole call here too, and doing nothing would leave real results unwritten."""
     names = [argument.name for argument in getattr(torch.ops.vllm_megaattn, op).default._schema.arguments]
 
     def fake(*args: object) -> None:
@@ -51,6 +51,7 @@ def _make_fake(op: str):
         for name, tensor in tensors:
             if tensor.device != first.device:
                 raise ValueError(f"{op}: {name} must be on {first.device} like {first_name}, got {tensor.device}")
+        _meta_checks.check(op, dict(tensors))
 
     return fake
 
