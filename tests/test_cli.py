@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -148,6 +150,21 @@ def test_demo_reads_a_checkpoint_and_an_input(capsys, tmp_path, tiny):
     status, turned = run_json(capsys, *arguments)
     assert status == 0
     assert turned["errors"]["wo_b"] != result["errors"]["wo_b"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_demo_of_the_readme_on_a_checkpoint(capsys, monkeypatch, tmp_path):
+    """Its command as written, on a small file of that name."""
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    (arguments,) = re.findall(r"^python -m vllm_megaattn (demo --checkpoint .*)$", readme, re.MULTILINE)
+    (file,) = re.findall(r"[\w-]+\.safetensors", arguments)
+    checkpoint.write_synthetic_checkpoint(tmp_path / file, tiny=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(arguments.split()) == 0
+    shown = capsys.readouterr().out
+    assert "TP rank 0 of 4" in shown
+    assert shown.endswith("OK\n")
 
 
 @pytest.mark.usefixtures("quick")

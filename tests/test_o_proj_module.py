@@ -560,6 +560,8 @@ def test_yarn_refusals(tiny):
         YarnScaling("4", 4096)
     with pytest.raises(ValueError, match="theta must be above 1 with yarn"):
         rope_cache(4, 1.0, yarn=YarnScaling(4, 4096))
+    with pytest.raises(TypeError, match="theta must be a number, got 'a'"):
+        rope_cache(4, "a")
     with pytest.raises(TypeError, match=r"yarn must be a YarnScaling or None, got \(4, 4096\)"):
         rope_cache(4, yarn=(4, 4096))
     with pytest.raises(TypeError, match=r"yarn must be a YarnScaling, False or None, got \(4, 4096\)"):

@@ -177,11 +177,11 @@ class Checkpoint:
     def _read_index(index: Path) -> dict[str, Path]:
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            names = {str(key): str(name) for key, name in weight_map.items()}
+            names = dict(weight_map.items())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index} is not a safetensors index with a 'weight_map' object: {error!r}") from error
-        for name in set(names.values()):
-            if Path(name).name != name or name in ("", ".", ".."):
+        for name in names.values():
+            if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
                 raise ValueError(f"{index}: shard names must be plain file names, got {name!r}")
         return {key: index.parent / name for key, name in names.items()}
 

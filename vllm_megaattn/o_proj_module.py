@@ -42,6 +42,8 @@ def rope_cache(
     """
     if max_positions < 1 or rope_dim < 2 or rope_dim % 2:
         raise ValueError(f"max_positions must be positive, rope_dim even, got {max_positions} and {rope_dim}")
+    if isinstance(theta, bool) or not isinstance(theta, (int, float)):
+        raise TypeError(f"theta must be a number, got {theta!r}")
     if not (math.isfinite(theta) and theta > 0):
         raise ValueError(f"theta must be positive and finite, got {theta}")
     if yarn is not None and not isinstance(yarn, YarnScaling):
