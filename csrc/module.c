@@ -42,6 +42,16 @@ static PyObject *get_flags(PyObject *self, PyObject *unused) {
     return PyLong_FromUnsignedLong(mx_get_flags());
 }
 
+static PyObject *set_check_only(PyObject *self, PyObject *on) {
+    (void)self;
+    int value = PyObject_IsTrue(on);
+    if (value < 0) {
+        return NULL;
+    }
+    mx_set_check_only(value);
+    Py_RETURN_NONE;
+}
+
 /* Names of the embedded kernel images, empty in a CPU-only build. */
 static PyObject *image_names(void) {
     PyObject *names = PyList_New(0);
@@ -131,6 +141,8 @@ static PyMethodDef methods[] = {
      "Kind of the last error an op raised on this thread (1 value, 2 type, 3 runtime), then forgets it."},
     {"set_flags", set_flags, METH_O, "Sets the process-wide switches (enum mx_flag in kernels.h)."},
     {"get_flags", get_flags, METH_NOARGS, "The process-wide switches."},
+    {"set_check_only", set_check_only, METH_O,
+     "While true, ops that this thread calls check their arguments, on any device, and run nothing."},
     {NULL, NULL, 0, NULL} /* sentinel */
 };
 
@@ -139,9 +151,26 @@ static PyMethodDef methods[] = {
 /* torch's registry is per process, so a second execution of the module (importlib.reload, a subinterpreter) must not
  * register again. Runs under the import lock. */
 static int exec_module(PyObject *module) {
+    static const struct {
+        const char *name;
+        long value;
+    } flags[] = {{"FLAG_BATCH_INVARIANT", MX_FLAG_BATCH_INVARIANT},
+                 {"FLAG_NO_PDL", MX_FLAG_NO_PDL},
+                 {"FLAG_NO_PAIRS", MX_FLAG_NO_PAIRS},
+                 {"FLAG_WO_B_OWN", MX_FLAG_WO_B_OWN},
+                 {"FLAG_WO_B_CUBLASLT", MX_FLAG_WO_B_CUBLASLT},
+                 {"FLAG_NO_DECODE", MX_FLAG_NO_DECODE}};
     static bool registered;
     char err[256];
-    (void)module;
+    for (size_t i = 0; i < sizeof flags / sizeof flags[0]; i++) {
+        if (PyModule_AddIntConstant(module, flags[i].name, flags[i].value) != 0) {
+            return -1;
+        }
+    }
+    if (PyModule_AddIntConstant(module, "VALUE_ERROR", MX_ERROR_VALUE) != 0 ||
+        PyModule_AddIntConstant(module, "TYPE_ERROR", MX_ERROR_TYPE) != 0) {
+        return -1;
+    }
     if (!registered) {
         if (!mx_torch_load(err, sizeof err) || !mx_register_ops(err, sizeof err)) {
             PyErr_SetString(PyExc_ImportError, err);

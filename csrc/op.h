@@ -100,6 +100,9 @@ int mx_take_error_kind(void);
 void mx_set_flags(uint32_t flags);
 uint32_t mx_get_flags(void);
 
+/* While on, ops that this thread calls check their arguments, on any device, and run nothing. */
+void mx_set_check_only(bool on);
+
 /* Maps an mx_code of a kernel to the call's outcome. */
 bool mx_finish(struct mx_call *call, int code);
 

@@ -22,7 +22,6 @@ import torch
 
 import vllm_megaattn
 from vllm_megaattn import _C, layouts
-from vllm_megaattn._registration import FLAG_BATCH_INVARIANT, FLAG_NO_PDL
 
 DEVICE = "cuda"
 E4M3 = torch.float8_e4m3fn
@@ -329,4 +328,4 @@ def flags(value: int) -> Iterator[None]:
         _C.set_flags(before)
 
 
-INVARIANT, NO_PDL = FLAG_BATCH_INVARIANT, FLAG_NO_PDL
+INVARIANT, NO_PDL = _C.FLAG_BATCH_INVARIANT, _C.FLAG_NO_PDL

@@ -122,3 +122,12 @@ def test_kernel_images_are_for_their_architecture(tmp_path):
         listing = tool("cuobjdump", "--list-elf", str(image))
         assert ("sm_100a" if "sm100_" in listing else "sm_90a") in listing
         assert not re.search(r"sm_\d+\b(?!a)", listing)
+
+
+def test_switches_are_those_of_the_header():
+    """The C core tells Python the numbers; every name of the enum is there, each a bit of its own."""
+    header = (Path(__file__).parents[1] / "csrc" / "kernels.h").read_text()
+    listed = {f"FLAG_{name}": int(value) for name, value in re.findall(r"\bMX_FLAG_(\w+) = (\d+),", header)}
+    exported = {name: getattr(_C, name) for name in dir(_C) if name.startswith("FLAG_")}
+    assert exported == listed
+    assert sum(exported.values()) == 2 ** len(exported) - 1

@@ -135,13 +135,17 @@ def test_positions_outside_the_cache_poison_their_token(problem):
 def test_padded_heads_and_no_tokens(problem):
     y = dequantised.o_proj_from_attn(**problem, groups=GROUPS)
     padded = {**problem, "attn": torch.cat([problem["attn"], torch.full_like(problem["attn"], torch.nan)], dim=1)}
-    assert torch.equal(dequantised.o_proj_from_attn(**padded, groups=GROUPS), y)
+    assert torch.equal(dequantised.o_proj_from_attn(**padded, groups=GROUPS, padded_heads=True), y)
+    with pytest.raises(
+        ValueError, match=r"attn must have 4 heads .*got 8; a tensor-parallel rank takes the slice of its"
+    ):
+        dequantised.o_proj_from_attn(**padded, groups=GROUPS)
     out = torch.empty_like(y)
     assert dequantised.o_proj_from_attn(**problem, groups=GROUPS, out=out) is out
     assert torch.equal(out, y)
     empty = {**problem, "attn": problem["attn"][:0], "positions": problem["positions"][:0]}
     assert ops.o_proj_from_attn(**empty, groups=GROUPS, path="dequantised").shape == (0, HIDDEN)
-    with pytest.raises(ValueError, match="at least 4 heads of 512 for 2 groups of 1024 columns, got 3"):
+    with pytest.raises(ValueError, match=r"at least 4 heads \(2 groups of 2\), got 3"):
         dequantised.o_proj_from_attn(**{**problem, "attn": problem["attn"][:, :3]}, groups=GROUPS)
 
 
@@ -180,4 +184,48 @@ def test_blackwell_weights(problem, monkeypatch):
     assert torch.equal(flat[1], wo_a_scale)
     monkeypatch.setattr(selector, "device_key", key)
     problem.update(wo_a_scale=wo_a_scale, wo_b_scale=wo_b_scale)
+    assert torch.equal(ops.o_proj_from_attn(**problem, groups=GROUPS), want)
+
+
+def test_bf16_weights_are_checked_too(problem):
+    for name in ("wo_a", "wo_b"):
+        problem[name] = dequantised.dequantize_weight(problem[name], problem[f"{name}_scale"])
+        problem[f"{name}_scale"] = None
+    for change, message in (
+        ({"wo_a": problem["wo_a"].view(2 * GROUPS, -1, COLS)}, "wo_a must have G = 2 groups"),
+        ({"wo_a": problem["wo_a"].view(GROUPS, -1, COLS // 2)}, "attn must have 2 heads"),
+        ({"wo_b": problem["wo_b"][:, :160]}, "wo_b must have K = 192 columns like wo_a has rows, got 160"),
+        ({"wo_a_scale": torch.zeros(1)}, "wo_a_scale must be None for a BF16 wo_a, got Tensor"),
+        ({"positions": problem["positions"][:3]}, r"positions must have shape \[T\] = \[7\], got \[3\]"),
+        ({"out": torch.empty(7, HIDDEN + 1, dtype=torch.bfloat16)}, "out must have shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dequantised.o_proj_from_attn(**{**problem, **change}, groups=GROUPS)
+    with pytest.raises(TypeError, match="wo_b must have dtype float8_e4m3fn, got float32"):
+        change = {"wo_b": problem["wo_b"].float(), "wo_b_scale": torch.zeros((5, 6), dtype=torch.uint8)}
+        dequantised.o_proj_from_attn(**{**problem, **change}, groups=GROUPS)
+
+
+def test_nothing_is_reshaped_to_fit(problem):
+    """Where the op's own checks cannot run (a graph of torch.compile), shapes are still compared."""
+    x = torch.zeros((7, GROUPS, COLS), dtype=torch.bfloat16)
+    rest = problem["wo_a_scale"], problem["wo_b"], problem["wo_b_scale"]
+    for wo_a in (problem["wo_a"].view(2 * GROUPS, -1, COLS), problem["wo_a"].view(GROUPS, -1, COLS // 2)):
+        with pytest.raises(ValueError, match="wo_a must have 2 groups of 1024 columns like x"):
+            dequantised.project(x, wo_a, *rest)
+    with pytest.raises(ValueError, match=r"wo_b must have shape \[N, G\*N = 192\], got \[80, 384\]"):
+        dequantised.project(x, problem["wo_a"], rest[0], problem["wo_b"].view(80, -1), rest[2])
+    for out in (torch.empty(7, HIDDEN), torch.empty(2, 7, HIDDEN, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match=r"out must be bfloat16 \[7, 160\], got torch"):
+            dequantised.project(x, problem["wo_a"], *rest, out=out)
+
+
+def test_kernels_run_after_a_check(problem):
+    """The check tells the C core to run nothing; a refused call must not leave it so."""
+    want = ops.o_proj_from_attn(**problem, groups=GROUPS)
+    ops.o_proj_from_attn(**problem, groups=GROUPS, path="dequantised")
+    with pytest.raises(TypeError, match="positions must have dtype int64"):
+        ops.o_proj_from_attn(
+            **{**problem, "positions": problem["positions"].int()}, groups=GROUPS, path="dequantised"
+        )
     assert torch.equal(ops.o_proj_from_attn(**problem, groups=GROUPS), want)

@@ -194,9 +194,9 @@ def op_arguments(monkeypatch) -> list[tuple]:
     calls: list[tuple] = []
     original = ops.call
 
-    def spy(op, name, *args):
+    def spy(op, name, *args, **options):
         calls.append(args)
-        original(op, name, *args)
+        original(op, name, *args, **options)
 
     monkeypatch.setattr(ops, "call", spy)
     return calls

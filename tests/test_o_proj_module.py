@@ -582,3 +582,22 @@ def test_rope_cache_refusals():
     ):
         with pytest.raises(ValueError, match=message):
             rope_cache(**arguments)
+
+
+# ---- the surroundings -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["standard", "chunk_interleaved"])
+def test_default_device_does_not_matter(tiny, order):
+    attn, positions = attention()
+    wanted = OProj.from_checkpoint(tiny, 0, order=order)(attn, positions)
+    with torch.device("meta"):
+        module = OProj.from_checkpoint(tiny, 0, order=order)
+        y = module(attn, positions)
+    assert torch.equal(bits(y), bits(wanted))
+
+
+def test_a_checkpoint_is_written_on_any_default_device(tiny, tmp_path):
+    with torch.device("meta"):
+        path = checkpoint.write_synthetic_checkpoint(tmp_path / "model.safetensors", tiny=True)
+    assert path.read_bytes() == tiny.read_bytes()

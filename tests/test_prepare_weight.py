@@ -251,7 +251,7 @@ def test_scales_that_can_be_read_in_two_ways_are_refused():
         ((96, 256), (2, 8), 0, "groups must be a positive divisor of the 96 rows of w, got 0"),
         ((2, 48, 256), (2, 2, 8), 4, r"groups must be 2 as in w \[2, 48, 256\], got 4"),
         ((96, 256), (5, 2, 8), None, "groups must be a positive divisor of the 96 rows of w, got 5"),
-        ((64, 96), (2, 3), 2, "w must have K a multiple of 128 for groups of weights, got 96"),
+        ((64, 96), (2, 3), 2, "w must have K a positive multiple of 128 for groups of weights, got 96"),
     ],
 )
 def test_groups_that_do_not_fit_are_refused(w_shape, scale_shape, groups, message):
@@ -407,3 +407,45 @@ def test_prepared_weights_give_the_same_results(rng):
     got = vllm_megaattn.einsum_fp8_bf16(*activations, new_w, new_scale)
     error = (got.double() - expected.double()).norm() / expected.double().norm()
     assert error < 1e-3  # the FP32 sums are formed in another order of magnitudes, not from other values
+
+
+# ---- the surroundings ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_the_route_of_wo_b_has_no_say(dims, rng, monkeypatch):
+    """Weights are prepared on machines without the device that VLLM_MEGAATTN_WO_B speaks of; nonsense is refused."""
+    w, scale = rng.integers(0, 120, (2, 64, 256), np.uint8), rng.integers(118, 130, (2, 2, 8), np.uint8)
+    w, scale = (e4m3(w), u8(scale)) if dims == 3 else (e4m3(w[0]), u8(scale[0]))
+    monkeypatch.setenv("VLLM_MEGAATTN_WO_B", "cublaslt")
+    got_w, got_scale, _ = vllm_megaattn.prepare_weight(w, scale)
+    assert same_bits(got_w, w)
+    assert same_bits(got_scale, scale)
+    with pytest.raises(ValueError, match=r"^prepare_weight: w_scale must hold the scales of"):
+        vllm_megaattn.prepare_weight(w, scale[..., :3])
+    monkeypatch.setenv("VLLM_MEGAATTN_WO_B", "x")
+    with pytest.raises(ValueError, match="VLLM_MEGAATTN_WO_B must be one of auto, own, cublaslt, got 'x'"):
+        vllm_megaattn.prepare_weight(w, scale)
+
+
+def test_columns_that_are_no_blocks_are_refused():
+    for cols in (0, 40):
+        w, scale = torch.zeros((32, cols), dtype=E4M3), torch.zeros((1, 1), dtype=torch.uint8)
+        with pytest.raises(
+            ValueError, match=rf"^prepare_weight: w must have K a positive multiple of 32 .*got {cols}$"
+        ):
+            vllm_megaattn.prepare_weight(w, scale)
+
+
+@pytest.mark.parametrize("key", ["cpu", "sm90", "sm100"])
+def test_default_device_does_not_matter(key, rng, monkeypatch):
+    """torch.set_default_device is for what the caller allocates; a meta tensor of ours would lose the data."""
+    monkeypatch.setattr(ops.selector, "device_key", lambda device: key)
+    w = e4m3(rng.integers(0, 120, (2, 64, 256), np.uint8))
+    scale = u8(rng.integers(118, 130, (2, 2, 8), np.uint8))
+    expected = vllm_megaattn.prepare_weight(w, scale)
+    with torch.device("meta"):
+        got = vllm_megaattn.prepare_weight(w, scale)
+    assert same_bits(got[0], expected[0])
+    assert same_bits(got[1], expected[1])
+    assert got[2] == expected[2]

@@ -232,7 +232,7 @@ def test_answers_are_remembered(monkeypatch):
 
 def test_the_op_follows_the_environment(monkeypatch):
     seen = []
-    monkeypatch.setattr(ops, "call", lambda op, name, *args: seen.append(args[10]))  # the `fused` argument
+    monkeypatch.setattr(ops, "call", lambda op, name, *args, names: seen.append(args[10]))  # the `fused` argument
     x, x_scale = torch.zeros(2, 1, 128).to(ops.E4M3), torch.zeros(2, 1, 1, dtype=torch.int32)
     wo_a, wo_b = torch.zeros(1, 32, 128).to(ops.E4M3), torch.zeros(32, 32).to(ops.E4M3)
     scales = torch.zeros(1, 1, 4, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.uint8)

@@ -403,3 +403,11 @@ def test_on_the_device():
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 200  # meant: 50
+
+
+def test_default_device_does_not_matter():
+    """An engine's torch.set_default_device must not move the data that the check compares with."""
+    with torch.device("meta"):
+        findings = self_check.run(QUICK["sm100"], CPU)
+    assert findings
+    assert [f for f in findings if not f.ok] == []

@@ -7,11 +7,12 @@ are inferred by the front ends in `ops`.
 from __future__ import annotations
 
 import os
+import re
 
 import torch  # must be loaded before the C core, which finds libtorch in the process
 
 from vllm_megaattn import _C, _meta_checks, self_check
-from vllm_megaattn.selector import ENV_WO_B
+from vllm_megaattn.selector import ENV_WO_B, wo_b_flags
 
 NAMESPACE = "vllm_megaattn"
 OPS = (
@@ -25,19 +26,11 @@ OPS = (
     "reblock_weight",
 )
 
-# Switches of the C core: enum mx_flag in csrc/kernels.h.
-FLAG_BATCH_INVARIANT = 1
-FLAG_NO_PDL = 2
-FLAG_NO_PAIRS = 4
-FLAG_WO_B_OWN = 8
-FLAG_WO_B_CUBLASLT = 16
-FLAG_NO_DECODE = 32
-
 # For callers of torch.ops, who pass no front end: a route of wo_b that was asked for by name holds from the start. The
 # front ends also refuse what the device has not got (selector.request_wo_b).
-_C.set_flags(_C.get_flags() | {"own": FLAG_WO_B_OWN, "cublaslt": FLAG_WO_B_CUBLASLT}.get(os.environ.get(ENV_WO_B), 0))
+_C.set_flags(_C.get_flags() | wo_b_flags().get(os.environ.get(ENV_WO_B), 0))
 
-_ERROR_TYPES = {1: ValueError, 2: TypeError, 3: RuntimeError}
+_ERROR_TYPES = {_C.VALUE_ERROR: ValueError, _C.TYPE_ERROR: TypeError}
 
 
 def _make_fake(op: str):
@@ -65,8 +58,11 @@ for _op in OPS:
     _WRITTEN[_op] = tuple(i for i, a in enumerate(_arguments) if a.alias_info is not None and a.alias_info.is_write)
 
 
-def call(op: torch._ops.OpOverload, name: str, *args: object) -> None:
-    """Run an op; turn the RuntimeError that torch makes of a C error into ValueError or TypeError where it is one."""
+def call(op: torch._ops.OpOverload, name: str, *args: object, names: dict[str, str] | None = None) -> None:
+    """Run an op; turn the RuntimeError that torch makes of a C error into ValueError or TypeError where it is one.
+
+    names: what the caller calls arguments that have another name in the op's schema, for the messages.
+    """
     if torch.compiler.is_compiling():
         op(*args)
         return
@@ -79,8 +75,30 @@ def call(op: torch._ops.OpOverload, name: str, *args: object) -> None:
             for place in _WRITTEN[name]:
                 if not args[place].is_inference():
                     torch.autograd.graph.increment_version(args[place])
-    except RuntimeError as error:
-        kind = _ERROR_TYPES.get(_C.take_error_kind())
-        if kind is None or kind is RuntimeError or not str(error).startswith(f"{name}: "):
-            raise
-        raise kind(str(error)) from None
+    except (RuntimeError, ValueError, TypeError) as error:  # a fake raises the last two itself
+        raise _python_error(error, name, names) from None
+
+
+def check(op: torch._ops.OpOverload, name: str, *args: object, names: dict[str, str] | None = None) -> None:
+    """Refuses what `call` would refuse on account of the arguments, on any device; runs nothing."""
+    if torch.compiler.is_compiling():
+        return
+    _C.set_check_only(True)
+    try:
+        op(*args)
+    except (RuntimeError, ValueError, TypeError) as error:  # a fake raises the last two itself
+        raise _python_error(error, name, names) from None
+    finally:
+        _C.set_check_only(False)
+
+
+def _python_error(error: Exception, name: str, names: dict[str, str] | None) -> Exception:
+    """The ValueError or TypeError that an op's error is, in the caller's words; `error` itself where it is neither."""
+    kind = type(error) if isinstance(error, (ValueError, TypeError)) else _ERROR_TYPES.get(_C.take_error_kind())
+    if kind is None or not str(error).startswith(f"{name}: "):
+        return error
+    text = str(error).removeprefix(f"{name}: ")
+    if names:
+        # Arguments stand where a message begins, and behind "like" and "with" where it compares two.
+        text = re.sub(rf"(^|\b(?:like|with) )({'|'.join(names)})\b", lambda m: m[1] + names[m[2]], text)
+    return kind(f"{name}: {text}")

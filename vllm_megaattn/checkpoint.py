@@ -139,7 +139,8 @@ class Checkpoint:
         """
         part = self._slice(key)
         try:
-            return part[rows, cols].clone(memory_format=torch.contiguous_format)
+            with torch.device("cpu"):  # safetensors reads into torch's default device
+                return part[rows, cols].clone(memory_format=torch.contiguous_format)
         except SafetensorError as error:
             raise ValueError(f"{self._files[key]}: cannot read {key}: {error}") from error
 
@@ -522,8 +523,8 @@ class _Matrix:
         for begin in range(0, self.rows, at_once * block):
             rows = min(at_once * block, self.rows - begin)
             block_rows = layouts.ceil_div(rows, block)
-            values = torch.randn(block_rows, block, num_blocks, block, generator=generator)
-            gain = torch.randint(-3, 4, (block_rows, num_blocks), generator=generator)
+            values = torch.randn(block_rows, block, num_blocks, block, generator=generator, device="cpu")
+            gain = torch.randint(-3, 4, (block_rows, num_blocks), generator=generator, device="cpu")
             amax = values.abs().amax(dim=(1, 3))
             # Smallest exponent e with amax <= 448 * 2^e, on the FP32 bits: 448 = 1.75 * 2^8. The gain and the 2^-6
             # (weights of about 1/64) only move the exponent, so they go straight into the scale byte.

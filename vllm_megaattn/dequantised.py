@@ -90,14 +90,59 @@ def project(
     """BF16 x [T, G, K] -> BF16 [T, N_b]: wo_a group by group, z in BF16, wo_b. Weights: e4m3 with scales, or BF16 and
     None."""
     tokens, groups, cols = x.shape
+    if wo_a.shape[-1] != cols or (wo_a.shape[0] != groups if wo_a.dim() == 3 else wo_a.shape[0] % groups):
+        raise ValueError(f"wo_a must have {groups} groups of {cols} columns like x, got shape {list(wo_a.shape)}")
+    rows = wo_a.shape[1] if wo_a.dim() == 3 else wo_a.shape[0] // groups
+    if wo_b.dim() != 2 or wo_b.shape[1] != groups * rows:
+        raise ValueError(f"wo_b must have shape [N, G*N = {groups * rows}], got {list(wo_b.shape)}")
+    shape = [tokens, wo_b.shape[0]]
+    if out is not None and (list(out.shape) != shape or out.dtype is not BF16):
+        raise ValueError(f"out must be bfloat16 {shape}, got {out.dtype} {list(out.shape)}")
     if wo_a.dtype is not BF16:
         wo_a = dequantize_weight(wo_a, wo_a_scale, groups=groups)
     if wo_b.dtype is not BF16:
         wo_b = dequantize_weight(wo_b, wo_b_scale)
-    wo_a = wo_a.view(groups, -1, cols)
-    z = torch.bmm(x.transpose(0, 1), wo_a.transpose(1, 2)).transpose(0, 1).reshape(tokens, wo_b.shape[1])
+    wo_a = wo_a.reshape(groups, rows, cols)
+    z = torch.bmm(x.transpose(0, 1), wo_a.transpose(1, 2)).transpose(0, 1).reshape(tokens, groups * rows)
     y = z @ wo_b.t()
     return y if out is None else out.copy_(y)
+
+
+def project_quantized(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    wo_a: torch.Tensor,
+    wo_a_scale: torch.Tensor | None,
+    wo_b: torch.Tensor,
+    wo_b_scale: torch.Tensor | None,
+    *,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """`project` of e4m3 x [T, G, K] and its packed scales; the arguments have been checked."""
+    return project(dequantize_activation(x, x_scale), wo_a, wo_a_scale, wo_b, wo_b_scale, out=out)
+
+
+def project_attn(
+    attn: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    wo_a: torch.Tensor,
+    wo_a_scale: torch.Tensor | None,
+    wo_b: torch.Tensor,
+    wo_b_scale: torch.Tensor | None,
+    *,
+    groups: int,
+    order: str,
+    cos_sin_layout: str,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """`project` of a BF16 attention output; the arguments have been checked, heads behind the live ones are padding."""
+    live = groups * (wo_a.shape[-1] // attn.shape[2])
+    rotated = inverse_rope(attn[:, :live], positions, cos_sin, cos_sin_layout=cos_sin_layout)
+    return project(group_columns(rotated, groups, order), wo_a, wo_a_scale, wo_b, wo_b_scale, out=out)
+
+
+# ---- the ops by themselves -----------------------------------------------------------------------------------------
 
 
 def o_proj(
@@ -110,8 +155,15 @@ def o_proj(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`ops.o_proj` without kernels: x e4m3 [T, G, K] and its packed scales, weights as there or in BF16."""
-    return project(dequantize_activation(x, x_scale), wo_a, wo_a_scale, wo_b, wo_b_scale, out=out)
+    """`ops.o_proj` without kernels: x e4m3 [T, G, K] and its packed scales, weights as there or in BF16.
+
+    Refuses what the kernels refuse, with the same messages.
+    """
+    from vllm_megaattn import ops  # which imports this module
+
+    checked = *_as_e4m3("wo_a", wo_a, wo_a_scale), *_as_e4m3("wo_b", wo_b, wo_b_scale)
+    y = ops.run_o_proj("dequantised", x, x_scale, *checked, out=out)
+    return project_quantized(x, x_scale, wo_a, wo_a_scale, wo_b, wo_b_scale, out=y)
 
 
 def o_proj_from_attn(
@@ -126,14 +178,26 @@ def o_proj_from_attn(
     groups: int,
     order: str = "standard",
     cos_sin_layout: str = "halves",
+    padded_heads: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`ops.o_proj_from_attn` without kernels; heads past groups * K / D are padding and never read."""
-    live = groups * (wo_a.shape[-1] // attn.shape[2])
-    if live > attn.shape[1] or wo_a.shape[-1] % attn.shape[2]:
-        raise ValueError(
-            f"attn must have at least {live} heads of {attn.shape[2]} for {groups} groups of {wo_a.shape[-1]} columns, "
-            f"got {attn.shape[1]}"
-        )
-    rotated = inverse_rope(attn[:, :live], positions, cos_sin, cos_sin_layout=cos_sin_layout)
-    return project(group_columns(rotated, groups, order), wo_a, wo_a_scale, wo_b, wo_b_scale, out=out)
+    """`ops.o_proj_from_attn` without kernels, weights as there or in BF16; refuses what the kernels refuse."""
+    from vllm_megaattn import ops  # which imports this module
+
+    columns = {"groups": groups, "order": order, "cos_sin_layout": cos_sin_layout}
+    checked = *_as_e4m3("wo_a", wo_a, wo_a_scale), *_as_e4m3("wo_b", wo_b, wo_b_scale)
+    y = ops.run_o_proj_from_attn(
+        "dequantised", attn, positions, cos_sin, *checked, **columns, padded_heads=padded_heads, out=out
+    )
+    return project_attn(attn, positions, cos_sin, wo_a, wo_a_scale, wo_b, wo_b_scale, **columns, out=y)
+
+
+def _as_e4m3(name: str, w: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What the checks of the ops look at: BF16 weights stand there as e4m3 of their shape, with one scale a row, which
+    take no memory."""
+    if not isinstance(w, torch.Tensor) or w.dtype is not BF16 or w.dim() not in (2, 3):
+        return w, scale
+    if scale is not None:
+        raise ValueError(f"{name}_scale must be None for a BF16 {name}, got {type(scale).__name__}")
+    codes = torch.empty(w.shape[-1:], dtype=torch.float8_e4m3fn, device=w.device).expand(w.shape)
+    return codes, torch.empty(1, dtype=torch.uint8, device=w.device).expand(*w.shape[:-1], 1)

@@ -518,7 +518,9 @@ def _check_block(cols: int, block: tuple[int, int]) -> None:
 # ---- order of columns inside a group ---------------------------------------------------------------------------
 
 
-def chunk_interleaved_order(heads: int, head_dim: int, *, chunk: int = BLOCK) -> torch.Tensor:
+def chunk_interleaved_order(
+    heads: int, head_dim: int, *, chunk: int = BLOCK, device: torch.device | str = "cpu"
+) -> torch.Tensor:
     """Index that puts a group's columns into the order of vLLM's mega attention: int64 [heads * head_dim] with
 
         interleaved = standard[order]        order[(c * heads + h) * chunk + j] = h * head_dim + c * chunk + j
@@ -529,7 +531,8 @@ def chunk_interleaved_order(heads: int, head_dim: int, *, chunk: int = BLOCK) ->
         raise ValueError(
             f"head_dim must be a multiple of {chunk} and heads positive, got heads={heads} head_dim={head_dim}"
         )
-    return torch.arange(heads * head_dim).view(heads, head_dim // chunk, chunk).transpose(0, 1).reshape(-1)
+    columns = torch.arange(heads * head_dim, device=device)
+    return columns.view(heads, head_dim // chunk, chunk).transpose(0, 1).reshape(-1)
 
 
 def to_chunk_interleaved(x: torch.Tensor, heads: int, head_dim: int, *, dim: int = -1) -> torch.Tensor:
@@ -548,9 +551,9 @@ def from_chunk_interleaved(x: torch.Tensor, heads: int, head_dim: int, *, dim: i
 def _permute_columns(x: torch.Tensor, heads: int, head_dim: int, dim: int, *, inverse: bool) -> torch.Tensor:
     columns = heads * head_dim
     if x.shape[dim] == columns:
-        order = chunk_interleaved_order(heads, head_dim)
+        order = chunk_interleaved_order(heads, head_dim, device=x.device)
     elif x.shape[dim] * BLOCK == columns:
-        order = chunk_interleaved_order(heads, head_dim // BLOCK, chunk=1)
+        order = chunk_interleaved_order(heads, head_dim // BLOCK, chunk=1, device=x.device)
     else:
         raise ValueError(
             f"axis {dim} must have {columns} columns or {columns // BLOCK} scale blocks for {heads} heads of "
@@ -558,7 +561,6 @@ def _permute_columns(x: torch.Tensor, heads: int, head_dim: int, dim: int, *, in
         )
     if inverse:
         order = torch.argsort(order)
-    order = order.to(x.device)
     if x.dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu):  # not every torch indexes 8-bit floats
         return x.view(torch.uint8).index_select(dim, order).view(x.dtype)
     return x.index_select(dim, order)

@@ -53,7 +53,7 @@ def rope_cache(
     if not isinstance(layout, str) or layout not in ops.COS_SIN_LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(ops.COS_SIN_LAYOUTS)}, got {layout!r}")
     half = rope_dim // 2
-    index = torch.arange(half, dtype=torch.float64)
+    index = torch.arange(half, dtype=torch.float64, device="cpu")
     frequency = theta ** (-2.0 * index / rope_dim)
     if yarn is not None:
         low = _rotations_index(yarn.beta_fast, yarn.original_max_positions, theta, rope_dim)
@@ -61,7 +61,7 @@ def rope_cache(
         low, high = max(math.floor(low), 0), min(math.ceil(high), rope_dim - 1)
         stretched = ((index - low) / max(high - low, 1e-3)).clamp(0.0, 1.0)  # 0: keep, 1: divide by factor
         frequency = frequency * (1.0 - stretched) + frequency / yarn.factor * stretched
-    angle = torch.arange(max_positions, dtype=torch.float64)[:, None] * frequency
+    angle = torch.arange(max_positions, dtype=torch.float64, device="cpu")[:, None] * frequency
     pair = torch.stack([angle.cos(), angle.sin()], dim=1 if layout == "halves" else 2)
     return pair.reshape(max_positions, rope_dim).to(torch.float32).to(device)
 

@@ -3,7 +3,8 @@
 Shapes use these letters: T tokens, G groups, K columns contracted, N rows of a group's weight, C = G * N columns of
 z. Strides are in elements. Data is float8_e4m3fn; scales are UE8M0 bytes, one for 32 elements along K; the rules of
 both are stated in csrc/mxfp8.h. `out` takes tensors of the documented shapes; results never alias inputs. Inference
-only: tensors that require grad are refused while grad mode is on.
+only: these functions refuse tensors that require grad while grad mode is on. The ops below them, called through
+torch.ops, have no autograd kernel: their results are plain data, detached from inputs that require grad.
 
 The checks themselves live in C (csrc/op_check.c), so that `torch.ops` callers get them too; the functions here check
 just what they need to know the shape of a result.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from vllm_megaattn import dequantised, layouts, selector
-from vllm_megaattn._registration import call
+from vllm_megaattn._registration import call, check
 
 _ops = torch.ops.vllm_megaattn
 _einsum_fp8_sfd128x4 = _ops.einsum_fp8_sfd128x4.default
@@ -104,6 +105,11 @@ def _pair(op: str, out: object, names: str) -> tuple[torch.Tensor, torch.Tensor]
     return out[0], out[1]
 
 
+def _names_of_pair(out: object, names: str) -> dict[str, str] | None:
+    """What messages call the two results, if the caller gave them."""
+    return None if out is None else {name: f"out[{i}] ({name})" for i, name in enumerate(names.split(", "))}
+
+
 def _empty_mxfp8(tokens: int, cols: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """z e4m3 [T, C] and its 1-D F8_128x4 scales; the op writes every byte of both."""
     z = torch.empty((tokens, cols), dtype=E4M3, device=device)
@@ -156,7 +162,8 @@ def einsum_fp8_sfd128x4(
         z, z_scale = _empty_mxfp8(x.shape[0], x.shape[1] * _rows_of(op, "w", w, x.shape[1]), x.device)
     else:
         z, z_scale = _pair(op, out, "z, z_scale")
-    call(_einsum_fp8_sfd128x4, op, x, x_scale, w, w_scale, z, z_scale, x_span, scale_span)
+    names = _names_of_pair(out, "z, z_scale")
+    call(_einsum_fp8_sfd128x4, op, x, x_scale, w, w_scale, z, z_scale, x_span, scale_span, names=names)
     return z, z_scale
 
 
@@ -182,7 +189,7 @@ def einsum_fp8_bf16(
         out = torch.empty(shape, dtype=torch.bfloat16, device=x.device)
     else:
         _require_tensors(op, out=out)
-    call(_einsum_fp8_bf16, op, x, x_scale, w, w_scale, out, x_span)
+    call(_einsum_fp8_bf16, op, x, x_scale, w, w_scale, out, x_span, names={"z": "out"})
     return out
 
 
@@ -207,7 +214,8 @@ def mxfp8_quantize_sfd128x4(
         q, q_scale = _empty_mxfp8(z.shape[0], z.shape[1] * (z.shape[2] if z.dim() == 3 else 1), z.device)
     else:
         q, q_scale = _pair(op, out, "q, q_scale")
-    call(_mxfp8_quantize_sfd128x4, op, z, q, q_scale, scale_span)
+    names = _names_of_pair(out, "q, q_scale")
+    call(_mxfp8_quantize_sfd128x4, op, z, q, q_scale, scale_span, names=names)
     return q, q_scale
 
 
@@ -239,7 +247,7 @@ def mxfp8_gemm_wo_b(
         out = torch.empty((z.shape[0], w.shape[0]), dtype=torch.bfloat16, device=z.device)
     else:
         _require_tensors(op, out=out)
-    call(_mxfp8_gemm_wo_b, op, z, z_scale, w, w_scale, out, z_span)
+    call(_mxfp8_gemm_wo_b, op, z, z_scale, w, w_scale, out, z_span, names={"y": "out"})
     return out
 
 
@@ -289,7 +297,8 @@ def inv_rope_mxfp8_quantize(
             if x.shape[1] != groups:
                 raise ValueError(f"{op}: out[0] (x) must have groups = {groups} as size 1, got {x.shape[1]}")
             _check_heads(op, attn, groups, x.shape[2], padded_heads)
-    call(_inv_rope_mxfp8_quantize, op, attn, positions, cos_sin, x, x_scale, *codes, scale_span)
+    names = _names_of_pair(out, "x, x_scale")
+    call(_inv_rope_mxfp8_quantize, op, attn, positions, cos_sin, x, x_scale, *codes, scale_span, names=names)
     return x, x_scale
 
 
@@ -297,7 +306,10 @@ def _group_columns(op: str, attn: torch.Tensor, groups: int) -> int:
     """K of one group when all heads of attn are live."""
     if groups <= 0 or attn.shape[1] % groups:
         raise ValueError(f"{op}: groups must divide the {attn.shape[1]} heads of attn, got {groups}")
-    return attn.shape[1] // groups * attn.shape[2]
+    k, head_dim = attn.shape[1] // groups * attn.shape[2], attn.shape[2]
+    if k % 128 and head_dim % 32 == 0:  # the op would speak of x, which is made here
+        raise ValueError(f"{op}: groups must leave each a multiple of 128 columns, got {groups}: K = {k} of attn")
+    return k
 
 
 def _check_heads(op: str, attn: torch.Tensor, groups: int, k: int, padded_heads: bool) -> None:
@@ -309,8 +321,9 @@ def _check_heads(op: str, attn: torch.Tensor, groups: int, k: int, padded_heads:
     live = groups * (k // head_dim)
     if attn.shape[1] > live:
         raise ValueError(
-            f"{op}: attn must have {live} heads (groups = {groups} of K/D = {k // head_dim}), got {attn.shape[1]}; if "
-            f"those behind the first {live} are padding, say padded_heads=True"
+            f"{op}: attn must have {live} heads (groups = {groups} of K/D = {k // head_dim}), got {attn.shape[1]}; a "
+            f"tensor-parallel rank takes the slice of its own heads, not all of them; only if those behind the first "
+            f"{live} are padding, say padded_heads=True"
         )
 
 
@@ -347,16 +360,39 @@ def o_proj(
     """
     op = "o_proj"
     _require_tensors(op, x=x, x_scale=x_scale, wo_a=wo_a, wo_a_scale=wo_a_scale, wo_b=wo_b, wo_b_scale=wo_b_scale)
-    _require_int(op, x_span=x_span)
     _require_dims(op, "x", x, (3,), "[T, G, K]")
     chosen = _choose_path(op, x.device, _rows_of(op, "wo_a", wo_a, x.shape[1]), path)
-    if chosen == "dequantised":
-        return dequantised.o_proj(x, x_scale, wo_a, wo_a_scale, wo_b, wo_b_scale, out=out)
+    operands = x, x_scale, wo_a, wo_a_scale, wo_b, wo_b_scale
+    y = run_o_proj(chosen, *operands, scale_span=scale_span, x_span=x_span, out=out)
+    return dequantised.project_quantized(*operands, out=y) if chosen == "dequantised" else y
+
+
+def run_o_proj(
+    chosen: str,
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    wo_a: torch.Tensor,
+    wo_a_scale: torch.Tensor,
+    wo_b: torch.Tensor,
+    wo_b_scale: torch.Tensor,
+    *,
+    scale_span: int | None = None,
+    x_span: int = 32,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`o_proj` on a path that has been chosen. "dequantised": all arguments are checked as for the kernels, y is
+    allocated and still to be computed."""
+    op = "o_proj"
+    _require_tensors(op, x=x, x_scale=x_scale, wo_a=wo_a, wo_a_scale=wo_a_scale, wo_b=wo_b, wo_b_scale=wo_b_scale)
+    _require_int(op, x_span=x_span)
+    _require_dims(op, "x", x, (3,), "[T, G, K]")
     z, z_scale, z_bf16, y, fused, scale_span = _projection_buffers(
         op, x.shape[0], x.shape[1], x.device, wo_a, wo_a_scale, wo_b, chosen, scale_span, out
     )
-    call(
-        _o_proj, op, x, x_scale, wo_a, wo_a_scale, wo_b, wo_b_scale, z, z_scale, z_bf16, y, fused, x_span, scale_span
+    run = check if chosen == "dequantised" else call
+    run(
+        _o_proj, op, x, x_scale, wo_a, wo_a_scale, wo_b, wo_b_scale, z, z_scale, z_bf16, y, fused, x_span, scale_span,
+        names={"y": "out", "z": "wo_a has rows"},
     )  # fmt: skip
     return y
 
@@ -385,6 +421,36 @@ def o_proj_from_attn(
     z.
     """
     op = "o_proj_from_attn"
+    _require_tensors(op, attn=attn, wo_a=wo_a)
+    _require_int(op, groups=groups)
+    if groups <= 0:
+        raise ValueError(f"{op}: groups must be positive, got {groups}")
+    chosen = _choose_path(op, attn.device, _rows_of(op, "wo_a", wo_a, groups), path)
+    operands = attn, positions, cos_sin, wo_a, wo_a_scale, wo_b, wo_b_scale
+    columns = {"groups": groups, "order": order, "cos_sin_layout": cos_sin_layout}
+    y = run_o_proj_from_attn(chosen, *operands, **columns, scale_span=scale_span, padded_heads=padded_heads, out=out)
+    return dequantised.project_attn(*operands, **columns, out=y) if chosen == "dequantised" else y
+
+
+def run_o_proj_from_attn(
+    chosen: str,
+    attn: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    wo_a: torch.Tensor,
+    wo_a_scale: torch.Tensor,
+    wo_b: torch.Tensor,
+    wo_b_scale: torch.Tensor,
+    *,
+    groups: int,
+    order: str,
+    cos_sin_layout: str,
+    scale_span: int | None = None,
+    padded_heads: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`o_proj_from_attn` on a path that has been chosen, as `run_o_proj`."""
+    op = "o_proj_from_attn"
     _require_tensors(
         op,
         attn=attn,
@@ -400,27 +466,22 @@ def o_proj_from_attn(
     _require_dims(op, "attn", attn, (3,), "[T, heads, D]")
     if groups <= 0:
         raise ValueError(f"{op}: groups must be positive, got {groups}")
-    if wo_a.dim() in (2, 3):
-        k, head_dim = wo_a.shape[-1], attn.shape[2]
-        if head_dim and head_dim % 32 == 0 and k % head_dim:  # the op would speak of x, which is made here
-            raise ValueError(f"{op}: wo_a must have K a multiple of attn's head size {head_dim}, got {k}")
-        _check_heads(op, attn, groups, k, padded_heads)
-    if wo_a.dim() == 3 and wo_a.shape[0] != groups:  # before buffers of that many groups are asked for
-        raise ValueError(f"{op}: wo_a must have G = {groups} groups, got {wo_a.shape[0]}")
+    _require_dims(op, "wo_a", wo_a, (2, 3), "[G, N, K] or [G*N, K]")
+    if wo_a.dim() == 3 and wo_a.shape[0] != groups:
+        raise ValueError(f"{op}: wo_a must have G = {groups} groups like groups says, got {wo_a.shape[0]}")
+    k, head_dim = wo_a.shape[-1], attn.shape[2]
+    if head_dim and head_dim % 32 == 0 and k % head_dim:  # the op would speak of x, which is made here
+        raise ValueError(f"{op}: wo_a must have K a multiple of attn's head size {head_dim}, got {k}")
+    _check_heads(op, attn, groups, k, padded_heads)
     codes = _choose(op, "order", order, ORDERS), _choose(op, "cos_sin_layout", cos_sin_layout, COS_SIN_LAYOUTS)
-    chosen = _choose_path(op, attn.device, _rows_of(op, "wo_a", wo_a, groups), path)
-    if chosen == "dequantised":
-        return dequantised.o_proj_from_attn(
-            attn, positions, cos_sin, wo_a, wo_a_scale, wo_b, wo_b_scale,
-            groups=groups, order=order, cos_sin_layout=cos_sin_layout, out=out,
-        )  # fmt: skip
     z, z_scale, z_bf16, y, fused, scale_span = _projection_buffers(
         op, attn.shape[0], groups, attn.device, wo_a, wo_a_scale, wo_b, chosen, scale_span, out
     )
-    x, x_scale = _empty_activation(attn.shape[0], groups, wo_a.shape[-1], attn.device)
-    call(
+    x, x_scale = _empty_activation(attn.shape[0], groups, k, attn.device)
+    run = check if chosen == "dequantised" else call
+    run(
         _o_proj_from_attn, op, attn, positions, cos_sin, wo_a, wo_a_scale, wo_b, wo_b_scale,
-        x, x_scale, z, z_scale, z_bf16, y, *codes, fused, scale_span,
+        x, x_scale, z, z_scale, z_bf16, y, *codes, fused, scale_span, names={"y": "out", "z": "wo_a has rows"},
     )  # fmt: skip
     return y
 
@@ -429,7 +490,7 @@ def _choose_path(op: str, device: torch.device, rank: int, path: str) -> str:
     """The path of this call: "fused", "unfused" or "dequantised"."""
     if not isinstance(path, str):
         raise TypeError(f"{op}: path must be a str, got {type(path).__name__}")
-    chosen = selector.select_path(selector.device_key(device), rank=rank, requested=path).path
+    chosen = selector.select_path(selector.device_key(device), rank=rank, requested=path, op=op).path
     if chosen != "dequantised":
         _choose_wo_b(device)
     return chosen
@@ -461,13 +522,13 @@ def _projection_buffers(
     rows = _rows_of(op, "wo_a", wo_a, groups)
     _require_dims(op, "wo_b", wo_b, (2,), "[N, K]")
     _require_dims(op, "wo_a_scale", wo_a_scale, (1, 2, 3), "[G, N/r, K/c] or [G*N/r, K/c]")
-    fused = chosen == "fused"
+    fused = chosen != "unfused"
     if scale_span is None:
         scale_span = default_scale_span(device, wo_a, wo_a_scale)
     else:
         _require_int(op, scale_span=scale_span)
     z, z_scale = _empty_mxfp8(tokens, groups * rows, device)
-    has_bf16 = not fused or (device.type == "cuda" and tokens <= _MAX_BF16_Z_TOKENS)
+    has_bf16 = not fused or (chosen == "fused" and device.type == "cuda" and tokens <= _MAX_BF16_Z_TOKENS)
     z_bf16 = torch.empty((tokens, groups, rows) if has_bf16 else (0,), dtype=torch.bfloat16, device=device)
     if out is None:
         out = torch.empty((tokens, wo_b.shape[0]), dtype=torch.bfloat16, device=device)
@@ -511,6 +572,7 @@ def prepare_weight(
     """
     op = "prepare_weight"
     _require_tensors(op, w=w, w_scale=w_scale)
+    selector.requested_wo_b()
     if groups is not None:
         _require_int(op, groups=groups)
     if w.dtype is not E4M3:
@@ -518,7 +580,7 @@ def prepare_weight(
     _require_dims(op, "w", w, (2, 3), "[G, N, K] or [G*N, K]")
     target = torch.device(device) if device is not None else w.device
     if w_scale.dtype is torch.float32:
-        w_scale = layouts.scale_bytes_from_float32(w_scale, name="w_scale")
+        w_scale = layouts.scale_bytes_from_float32(w_scale, name=f"{op}: w_scale")
     groups = _groups_of_weight(op, w, w_scale, groups)
     _check_weight(op, w, w_scale, groups)
     report: dict[str, object] = {"form": "as given", "changed": 0, "elements": w.numel(), "relative_error": 0.0}
@@ -589,21 +651,29 @@ def _stacked_reading(rows: int, scale_rows: int) -> int:
 
 
 def _check_weight(op: str, w: torch.Tensor, w_scale: torch.Tensor, groups: int) -> None:
-    """Refuses what the ops would refuse, by asking one: zero tokens, tensors of the same shapes on the CPU, no work."""
-    k = w.shape[-1]
-    w_like = torch.empty(w.shape, dtype=w.dtype)
-    scale_like = torch.empty(w_scale.shape, dtype=w_scale.dtype)
+    """Refuses what the ops would refuse, by asking one: zero tokens, tensors of the same shapes on the CPU, no work. The
+    op itself, not its front end, which would ask for a route of wo_b that the CPU may not have."""
+    k, grouped = w.shape[-1], w.dim() == 3 or groups > 1
+    multiple = 128 if grouped else layouts.BLOCK
+    if k == 0 or k % multiple:  # the op would speak of the activation that is made here
+        what = "groups of weights" if grouped else "weights"
+        raise ValueError(f"{op}: w must have K a positive multiple of {multiple} for {what}, got {k}")
+
+    def cpu(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+
+    w_like, scale_like = cpu(w.shape, w.dtype), cpu(w_scale.shape, w_scale.dtype)
+    rows = w.numel() // k // groups
+    asked = "einsum_fp8_bf16" if grouped else "mxfp8_gemm_wo_b"
     try:
-        if (w.dim() == 3 or groups > 1) and k % 128 == 0:
-            x = torch.empty((0, groups, k), dtype=E4M3)
-            einsum_fp8_bf16(x, torch.empty((0, groups, k // 128), dtype=torch.int32), w_like, scale_like)
+        if grouped:
+            x, x_scale = cpu((0, groups, k), E4M3), cpu((0, groups, k // 128), torch.int32)
+            call(_einsum_fp8_bf16, asked, x, x_scale, w_like, scale_like, cpu((0, groups, rows), torch.bfloat16), 32)
         else:
-            if w.dim() == 3 or groups > 1:
-                raise ValueError(f"w: w must have K a multiple of 128 for groups of weights, got {k}")
-            z = torch.empty((0, k), dtype=E4M3)
-            mxfp8_gemm_wo_b(z, torch.empty(0, dtype=torch.uint8), w_like, scale_like)
+            z, z_scale = cpu((0, k), E4M3), cpu((0,), torch.uint8)
+            call(_mxfp8_gemm_wo_b, asked, z, z_scale, w_like, scale_like, cpu((0, rows), torch.bfloat16), 32)
     except (TypeError, ValueError) as error:
-        text = str(error).split(": ", 1)[1]
+        text = str(error).removeprefix(f"{asked}: ")
         stacked = w.dim() == 2 and groups == 1 and text.startswith("w_scale must hold")
         hint = "; groups= splits a w of stacked groups" if stacked else ""
         raise type(error)(f"{op}: {text}{hint}") from None
@@ -632,8 +702,9 @@ def _reblock(
         source = source.unflatten(0, (groups, -1))
     _, rows, k = source.shape
     out_w = torch.empty_like(source, memory_format=torch.contiguous_format)
-    out_scale = torch.empty((groups, -(-rows // block_rows), -(-k // block_cols)), dtype=torch.uint8)
-    stats = torch.empty(3, dtype=torch.float64)
+    scale_shape = groups, -(-rows // block_rows), -(-k // block_cols)
+    out_scale = torch.empty(scale_shape, dtype=torch.uint8, device="cpu")
+    stats = torch.empty(3, dtype=torch.float64, device="cpu")
     call(_reblock_weight, "reblock_weight", source, scale, out_w, out_scale, stats)
     changed, error, norm = stats.tolist()
     if w.dim() == 2 and w_scale.dim() < 3:

@@ -169,7 +169,7 @@ def _decide(device_key: str, rank: int, requested: str, recipe: str, consumer: s
 _cache: dict[tuple[str, int, str, str, str], tuple[Choice | None, str]] = {}
 
 
-def _resolve_request(requested: str) -> tuple[str, str]:
+def _resolve_request(requested: str, op: str) -> tuple[str, str]:
     """The effective request and who made it. The environment counts only where the argument leaves it open."""
     origin = "path"
     if requested == "auto":
@@ -177,7 +177,7 @@ def _resolve_request(requested: str) -> tuple[str, str]:
         if forced:
             requested, origin = forced, ENV_PATH
     if requested not in PATHS:
-        raise ValueError(f"{origin} must be one of {', '.join(PATHS)}, got {requested!r}")
+        raise ValueError(f"{op}: {origin} must be one of {', '.join(PATHS)}, got {requested!r}")
     return requested, origin
 
 
@@ -188,6 +188,7 @@ def select_path(
     requested: str = "auto",
     recipe: str = "32x32",
     consumer: str = "f8_128x4",
+    op: str = "o_proj",
 ) -> Choice:
     """Choose the path of one output projection.
 
@@ -196,11 +197,12 @@ def select_path(
     requested:  one of PATHS; VLLM_MEGAATTN_PATH is read only for "auto".
     recipe:     rows x columns per weight scale, one of RECIPES.
     consumer:   what reads z, one of CONSUMERS.
+    op:         what the messages call the caller.
 
     Raises ValueError naming the argument (or the variable) and the reason when the request cannot be honoured, when
     the device has no kernel, or when an argument is not one of its values. A repeated call costs one dict look-up.
     """
-    requested, origin = _resolve_request(requested)
+    requested, origin = _resolve_request(requested, op)
     key = (device_key, rank, requested, recipe, consumer)
     found = _cache.get(key)
     if found is None:
@@ -214,7 +216,7 @@ def select_path(
         _cache[key] = found
     choice, refusal = found
     if choice is None:
-        raise ValueError(f"o_proj: {origin}={requested!r} refused on {device_key}: {refusal}")
+        raise ValueError(f"{op}: {origin}={requested!r} refused on {device_key}: {refusal}")
     return choice
 
 
@@ -287,6 +289,14 @@ class Route(NamedTuple):
 _routes: dict[tuple[str, str], tuple[Route | None, str]] = {}
 
 
+def requested_wo_b() -> str:
+    """What VLLM_MEGAATTN_WO_B asks for, "auto" where it is not set; ValueError when that is not one of WO_B_ROUTES."""
+    requested = os.environ.get(ENV_WO_B) or "auto"
+    if requested not in WO_B_ROUTES:
+        raise ValueError(f"{ENV_WO_B} must be one of {', '.join(WO_B_ROUTES)}, got {requested!r}")
+    return requested
+
+
 def select_wo_b(device_key: str) -> Route:
     """The route of wo_b, as VLLM_MEGAATTN_WO_B and the device have it; the C core is told (csrc/cuda/sm100.h).
 
@@ -294,12 +304,10 @@ def select_wo_b(device_key: str) -> Route:
     `prepare_weight` gives them); others go to the package's own kernel. Raises ValueError when the variable holds
     something else than WO_B_ROUTES, or what cannot be had on this device. A repeated call costs two look-ups.
     """
-    requested = os.environ.get(ENV_WO_B) or "auto"
+    requested = requested_wo_b()
     key = (device_key, requested)
     found = _routes.get(key)
     if found is None:
-        if requested not in WO_B_ROUTES:
-            raise ValueError(f"{ENV_WO_B} must be one of {', '.join(WO_B_ROUTES)}, got {requested!r}")
         found = _routes[key] = _decide_wo_b(device_key, requested)
     route, refusal = found
     if route is None:
@@ -307,7 +315,11 @@ def select_wo_b(device_key: str) -> Route:
     return route
 
 
-_WO_B_FLAGS = {"own": 8, "cublaslt": 16}  # MX_FLAG_WO_B_* of csrc/kernels.h
+def wo_b_flags() -> dict[str, int]:
+    """The switch of the C core that forces each route."""
+    from vllm_megaattn import _C
+
+    return {"own": _C.FLAG_WO_B_OWN, "cublaslt": _C.FLAG_WO_B_CUBLASLT}
 
 
 def request_wo_b(device_key: str) -> None:
@@ -319,10 +331,11 @@ def request_wo_b(device_key: str) -> None:
 
     route = select_wo_b(device_key).route
     open_choice = (requested or "auto") == "auto" and not _disabled_routes
-    wanted = 0 if open_choice else _WO_B_FLAGS.get(route, 0)
+    switches = wo_b_flags()
+    wanted, both = 0 if open_choice else switches.get(route, 0), sum(switches.values())
     flags = _C.get_flags()
-    if flags & sum(_WO_B_FLAGS.values()) != wanted:
-        _C.set_flags((flags & ~sum(_WO_B_FLAGS.values())) | wanted)
+    if flags & both != wanted:
+        _C.set_flags((flags & ~both) | wanted)
 
 
 def disable_wo_b(route: str, reason: str) -> None:

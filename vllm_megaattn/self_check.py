@@ -32,7 +32,8 @@ from vllm_megaattn.self_check_cases import Case, Finding
 from vllm_megaattn.self_check_cases import run as run_cases
 
 ENV = "VLLM_MEGAATTN_SELF_CHECK"
-BATCH_INVARIANT, NO_PAIRS, WO_B_OWN, WO_B_CUBLASLT, NO_DECODE = 1, 4, 8, 16, 32  # enum mx_flag
+BATCH_INVARIANT, NO_PAIRS, NO_DECODE = _C.FLAG_BATCH_INVARIANT, _C.FLAG_NO_PAIRS, _C.FLAG_NO_DECODE
+WO_B_OWN, WO_B_CUBLASLT = _C.FLAG_WO_B_OWN, _C.FLAG_WO_B_CUBLASLT
 logger = logging.getLogger("vllm_megaattn")
 
 # Which front ends a family disables when it fails.

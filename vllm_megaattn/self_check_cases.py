@@ -21,7 +21,6 @@ from vllm_megaattn import _C, layouts
 
 E4M3 = torch.float8_e4m3fn
 POISON = 0xA5
-LIBRARY, VALUE_ERROR = 16, 1  # MX_FLAG_WO_B_CUBLASLT of csrc/kernels.h, MX_ERROR_VALUE of csrc/op.h
 POOL_BYTES = 1 << 18  # weights up to this size are cut from the pool
 WINDOW_STEP = 16  # bytes between the rows of weights that are windows: what the copy engine needs
 CHECKED_ROWS = 128  # first and last rows of large weights that the CPU computes
@@ -119,14 +118,14 @@ class Arena:
             count = math.prod(shape)
         else:
             count = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-        num_bytes = count * torch.empty((), dtype=dtype).element_size()
+        num_bytes = count * dtype.itemsize
         return Slot(self._reserve(num_bytes), num_bytes, dtype, shape, stride)
 
     def weights(self, count: int, seed: int) -> tuple[torch.Tensor, Slot]:
         """e4m3 [count]: a piece of the pool, another one for each seed, or of its own if the pool is too small."""
         if self.pool is None:
             generator = torch.Generator().manual_seed(0)
-            self.pool = (torch.randn(POOL_BYTES, generator=generator) * 60).clamp_(-448, 448).to(E4M3)
+            self.pool = (torch.randn(POOL_BYTES, generator=generator, device="cpu") * 60).clamp_(-448, 448).to(E4M3)
             self.pool_slot = self.put(self.pool)
         if count > POOL_BYTES:
             pieces = range(-(-count // POOL_BYTES))  # no two rows of the same bytes
@@ -137,7 +136,7 @@ class Arena:
         return self.pool[start : start + count], slot
 
     def host(self) -> torch.Tensor:
-        base = torch.full((self.size,), POISON, dtype=torch.uint8)
+        base = torch.full((self.size,), POISON, dtype=torch.uint8, device="cpu")
         for offset, flat in self.parts:
             base[offset : offset + flat.numel()] = flat
         return base
@@ -155,7 +154,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 def uneven_scales(rows: int, cols: int, first: int) -> torch.Tensor:
     """uint8 [rows, cols]: neighbours in row, column and 128x4 tile all differ."""
-    row, col = torch.arange(rows)[:, None], torch.arange(cols)[None, :]
+    row, col = torch.arange(rows, device="cpu")[:, None], torch.arange(cols, device="cpu")[None, :]
     return (first + (3 * row + 5 * col) % 11).to(torch.uint8)
 
 
@@ -210,7 +209,7 @@ def prepare(case: Case, arena: Arena, seed: int) -> Prepared:
     tokens, groups, k, columns = case.tokens, case.groups, case.k, case.groups * case.rows
     distinct = min(case.distinct, tokens)
     p = Prepared(case, {}, {}, {})
-    repeat = torch.arange(tokens) % distinct
+    repeat = torch.arange(tokens, device="cpu") % distinct
 
     def token_input(name: str, tensor: torch.Tensor) -> None:
         p.host[name] = tensor
@@ -227,11 +226,11 @@ def prepare(case: Case, arena: Arena, seed: int) -> Prepared:
         p.slots[f"{name}_scale"] = arena.out((tokens, groups, words), torch.int32, (1, words * pitch, pitch))
 
     if case.part != "gemm":
-        attn = torch.randn((distinct, groups * case.heads, 512), generator=generator)
+        attn = torch.randn((distinct, groups * case.heads, 512), generator=generator, device="cpu")
         attn[:, :, ::97] *= 64  # outlier channels
         token_input("attn", attn.bfloat16())
-        token_input("positions", torch.randint(0, 64, (distinct,), generator=generator))
-        angle = torch.rand((64, 32), generator=generator) * 6.2831853
+        token_input("positions", torch.randint(0, 64, (distinct,), generator=generator, device="cpu"))
+        angle = torch.rand((64, 32), generator=generator, device="cpu") * 6.2831853
         p.host["cos_sin"] = torch.cat([angle.cos(), angle.sin()], 1).contiguous()
         p.slots["cos_sin"] = arena.put(p.host["cos_sin"])
         activation("x")
@@ -243,7 +242,7 @@ def prepare(case: Case, arena: Arena, seed: int) -> Prepared:
     if case.part == "stream":
         scaled("q", groups * k)
     if case.part == "gemm":
-        z = (torch.randn((distinct, columns), generator=generator) * 60).clamp_(-448, 448).to(E4M3)
+        z = (torch.randn((distinct, columns), generator=generator, device="cpu") * 60).clamp_(-448, 448).to(E4M3)
         token_input("q", z)
         p.host["q_linear"] = uneven_scales(distinct, columns // case.span, 118).repeat_interleave(case.span // 32, 1)
         p.slots["q_scale"] = arena.put(layouts.to_f8_128x4(p.host["q_linear"][repeat]))
@@ -320,8 +319,9 @@ def near(mine: torch.Tensor, other: torch.Tensor) -> tuple[bool, str]:
 
 def _checked_rows(rows: int) -> torch.Tensor:
     if rows <= 2 * CHECKED_ROWS:
-        return torch.arange(rows)
-    return torch.cat([torch.arange(CHECKED_ROWS), torch.arange(rows - CHECKED_ROWS, rows)])
+        return torch.arange(rows, device="cpu")
+    last = torch.arange(rows - CHECKED_ROWS, rows, device="cpu")
+    return torch.cat([torch.arange(CHECKED_ROWS, device="cpu"), last])
 
 
 def _rows_of(weight: Weight, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -418,7 +418,7 @@ def run(cases: list[tuple[int, Case]], device: torch.device, set_flags: Callable
                 launch(p, there)
             except (RuntimeError, ValueError) as error:
                 failed[index] = str(error)
-                if p.case.flags & LIBRARY and _C.take_error_kind() == VALUE_ERROR:
+                if p.case.flags & _C.FLAG_WO_B_CUBLASLT and _C.take_error_kind() == _C.VALUE_ERROR:
                     not_offered.add(index)
     finally:
         set_flags(0)

@@ -14,8 +14,7 @@ import pytest
 import reference as ref
 from host import Emulator, aligned, device_copy
 from problems import POISON, Matmul, bf16_of, make_matmul, random_e4m3
-
-BATCH_INVARIANT = 1
+from vllm_megaattn._C import FLAG_BATCH_INVARIANT as BATCH_INVARIANT
 
 # weights [groups, rows, k] -> parts of K and chains in each
 CUTS = {

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from host import EmulatorError
 from problems import make_matmul
-
-BATCH_INVARIANT = 1
+from vllm_megaattn._C import FLAG_BATCH_INVARIANT as BATCH_INVARIANT
 
 # wgmma, "Matrix Descriptor Format" and "Strides": with a swizzle the leading-dimension offset of a K-major operand is not
 # used and assumed to be 1; the kernels write 1, and 0 means the same.

@@ -12,8 +12,8 @@ import pytest
 import reference as ref
 from host import Emulator, aligned, device_copy
 from problems import POISON, bf16_of, make_matmul
+from vllm_megaattn._C import FLAG_BATCH_INVARIANT as BATCH_INVARIANT
 
-BATCH_INVARIANT = 1
 TOKENS = (1, 7, 32, 127, 128, 129, 300)
 SPANS = (0, 32, 128, 256)
 

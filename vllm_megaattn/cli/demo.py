@@ -177,10 +177,10 @@ def _make_input(
         return _read_input(args.input, heads, weights)
     tokens = 33 if args.tokens is None else args.tokens  # 33 fits no tile: not of 4, 32 or 128 tokens
     generator = torch.Generator().manual_seed(args.seed)
-    attn = torch.randn(tokens, heads, HEAD_DIM, generator=generator)
-    outliers = torch.randperm(HEAD_DIM, generator=generator)[:8]
+    attn = torch.randn(tokens, heads, HEAD_DIM, generator=generator, device="cpu")
+    outliers = torch.randperm(HEAD_DIM, generator=generator, device="cpu")[:8]
     attn[:, :, outliers] *= 32.0
-    positions = torch.randint(0, MAX_POSITIONS, (tokens,), generator=generator)
+    positions = torch.randint(0, MAX_POSITIONS, (tokens,), generator=generator, device="cpu")
     text = f"random BF16, 8 of {HEAD_DIM} channels 32 times larger, seed {args.seed}"
     return attn.to(torch.bfloat16), positions, rope_cache(MAX_POSITIONS, ROPE_THETA), text
 
@@ -189,7 +189,7 @@ def _read_input(
     path: str, heads: int, weights: checkpoint.OProjWeights
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, str]:
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(path, framework="pt", device="cpu") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys() if key in ("attn", "positions", "cos_sin")}  # noqa: SIM118
             found = ", ".join(file.keys())
     except SafetensorError as error:
@@ -211,7 +211,7 @@ def _read_input(
         cos_sin = rope_cache(MAX_POSITIONS, ROPE_THETA)
     elif cos_sin.dtype != torch.float32 or cos_sin.dim() != 2:
         raise ValueError(f"cos_sin must be float32 [positions, 64], got {cos_sin.dtype} {list(cos_sin.shape)}")
-    positions = tensors.get("positions", torch.arange(attn.shape[0]))
+    positions = tensors.get("positions", torch.arange(attn.shape[0], device="cpu"))
     if positions.dtype not in (torch.int32, torch.int64) or list(positions.shape) != [attn.shape[0]]:
         raise ValueError(f"positions must be int64 [{attn.shape[0]}], got {positions.dtype} {list(positions.shape)}")
     positions = positions.to(torch.int64)

@@ -57,8 +57,9 @@ class Layout:
 
     def owners(self) -> torch.Tensor:
         """int64 [size, 2]: (row, block) of each byte of the buffer, (-1, -1) for padding."""
-        rows, blocks = torch.meshgrid(torch.arange(self.rows), torch.arange(self.blocks), indexing="ij")
-        owners = torch.full((self.size, 2), -1)
+        index = torch.arange(self.rows, device="cpu"), torch.arange(self.blocks, device="cpu")
+        rows, blocks = torch.meshgrid(*index, indexing="ij")
+        owners = torch.full((self.size, 2), -1, device="cpu")
         owners[self.offset(rows, blocks).flatten()] = torch.stack([rows.flatten(), blocks.flatten()], dim=1)
         return owners
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 import torch
 
 from vllm_megaattn import _C, self_check
-from vllm_megaattn._registration import FLAG_BATCH_INVARIANT
 
 ENV_SWITCH = "VLLM_MEGAATTN"
 ENV_ANY_VERSION = "VLLM_MEGAATTN_ANY_VERSION"
@@ -78,4 +77,4 @@ def device_fault(device: torch.device) -> str:
 
 def request_batch_invariance() -> None:
     """From now on a token's result must not depend on how many others are in the batch (process-wide)."""
-    _C.set_flags(_C.get_flags() | FLAG_BATCH_INVARIANT)
+    _C.set_flags(_C.get_flags() | _C.FLAG_BATCH_INVARIANT)

@@ -104,9 +104,9 @@ def _takes_wide_scales(weight: torch.Tensor, device: torch.device | None) -> boo
 def widen(weight: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """e4m3 [N, K] and its block scales -> the form "32 rows x K", however much that changes the values."""
     rows, cols = weight.shape
-    wide = torch.empty((1, rows, cols), dtype=weight.dtype)
-    wide_scale = torch.empty((1, rows // 32, 1), dtype=torch.uint8)
-    stats = torch.empty(3, dtype=torch.float64)
+    wide = torch.empty((1, rows, cols), dtype=weight.dtype, device="cpu")
+    wide_scale = torch.empty((1, rows // 32, 1), dtype=torch.uint8, device="cpu")
+    stats = torch.empty(3, dtype=torch.float64, device="cpu")
     torch.ops.vllm_megaattn.reblock_weight(weight.cpu()[None], scale.cpu()[None], wide, wide_scale, stats)
     return wide[0].to(weight.device), wide_scale[0].to(weight.device)
 
