@@ -128,7 +128,8 @@ struct mx_inv_rope {
 };
 
 /* Gives weights one scale per `block_rows` x `block_cols` block: the largest of the scales it replaces, where blocks of
- * zeros and NaN blocks have no say (the latter stay NaN element by element); elements are shifted by the difference and rounded to even, exact unless they reach e4m3's subnormal range. */
+ * zeros and NaN blocks have no say (the latter stay NaN element by element); elements are shifted by the difference
+ * and rounded to even, exact unless they reach e4m3's subnormal range. */
 struct mx_reblock {
     int64_t num_groups, num_rows, k;
     const uint8_t *w; /* e4m3 [G, N, K] */
@@ -157,7 +158,8 @@ struct mx_backend {
     int (*quantize)(const struct mx_quantize *args, const struct mx_exec *exec);
     int (*inv_rope)(const struct mx_inv_rope *args, const struct mx_exec *exec);
     int (*o_proj)(const struct mx_o_proj *args, const struct mx_exec *exec);
-    int (*reblock)(const struct mx_reblock *args, const struct mx_exec *exec); /* CPU only: runs once, at load */
+    int (*reblock)(const struct mx_reblock *args,
+                   const struct mx_exec *exec); /* NULL on CUDA: runs once, on the CPU */
 };
 
 extern const struct mx_backend mx_backend_cpu;

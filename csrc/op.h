@@ -59,7 +59,7 @@ struct mx_signature {
 struct mx_call {
     const struct mx_op *op;
     struct mx_tensor tensors[MX_MAX_ARGS]; /* tensor arguments in schema order */
-    int64_t ints[MX_MAX_ARGS];             /* int and bool arguments in schema order */
+    int64_t ints[MX_MAX_ARGS];             /* ints and bools in schema order; an enum beside each op names them */
     int num_tensors, num_ints;
     const struct mx_backend *backend; /* of the tensors' device */
     struct mx_exec exec;

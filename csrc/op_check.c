@@ -211,7 +211,8 @@ bool mx_check_no_overlap(struct mx_call *call) {
             const struct mx_tensor *t = &call->tensors[j];
             const char *begin = t->data;
             if (j != i && !is_empty(t) && begin < out_end && out_begin < begin + extent_bytes(t)) {
-                return mx_fail(call, MX_ERROR_VALUE, "%.*s is written and must not share memory with %.*s",
+                return mx_fail(call, MX_ERROR_VALUE,
+                               "%.*s is written and may share memory with %.*s: their byte ranges overlap",
                                out->name_len, out->name, t->name_len, t->name);
             }
         }

@@ -140,11 +140,13 @@ bool mx_bind_gemm(struct mx_call *call, const struct mx_gemm_tensors *t, int64_t
 
 /* ---- einsum_fp8_sfd128x4 --------------------------------------------------------------------------------------- */
 
+enum { SFD128X4_X_SPAN, SFD128X4_SCALE_SPAN }; /* the ints of the schema below, in order */
+
 static bool run_einsum_sfd128x4(struct mx_call *call) {
     const struct mx_tensor *t = call->tensors;
     struct mx_matmul args;
-    return mx_bind_einsum(call, &(struct mx_einsum_tensors){&t[0], &t[1], &t[2], &t[3], &t[4], &t[5]}, call->ints[0],
-                          call->ints[1], &args) &&
+    return mx_bind_einsum(call, &(struct mx_einsum_tensors){&t[0], &t[1], &t[2], &t[3], &t[4], &t[5]},
+                          call->ints[SFD128X4_X_SPAN], call->ints[SFD128X4_SCALE_SPAN], &args) &&
            mx_finish(call, call->backend->matmul(&args, &call->exec));
 }
 
@@ -156,11 +158,13 @@ MX_DEFINE_OP(
 
 /* ---- einsum_fp8_bf16 ------------------------------------------------------------------------------------------- */
 
+enum { BF16_X_SPAN }; /* the int of the schema below */
+
 static bool run_einsum_bf16(struct mx_call *call) {
     const struct mx_tensor *t = call->tensors;
     struct mx_matmul args;
-    return mx_bind_einsum(call, &(struct mx_einsum_tensors){&t[0], &t[1], &t[2], &t[3], &t[4], NULL}, call->ints[0],
-                          MX_BLOCK, &args) &&
+    return mx_bind_einsum(call, &(struct mx_einsum_tensors){&t[0], &t[1], &t[2], &t[3], &t[4], NULL},
+                          call->ints[BF16_X_SPAN], MX_BLOCK, &args) &&
            mx_finish(call, call->backend->matmul(&args, &call->exec));
 }
 
@@ -170,10 +174,13 @@ MX_DEFINE_OP(einsum_fp8_bf16,
 
 /* ---- mxfp8_gemm_wo_b ------------------------------------------------------------------------------------------- */
 
+enum { GEMM_Z_SPAN }; /* the int of the schema below */
+
 static bool run_gemm_wo_b(struct mx_call *call) {
     const struct mx_tensor *t = call->tensors;
     struct mx_matmul args;
-    return mx_bind_gemm(call, &(struct mx_gemm_tensors){&t[0], &t[1], &t[2], &t[3], &t[4]}, call->ints[0], &args) &&
+    return mx_bind_gemm(call, &(struct mx_gemm_tensors){&t[0], &t[1], &t[2], &t[3], &t[4]}, call->ints[GEMM_Z_SPAN],
+                        &args) &&
            mx_finish(call, call->backend->matmul(&args, &call->exec));
 }
 

@@ -30,6 +30,8 @@ static bool run_o_proj_bound(struct mx_call *call, struct o_proj_tensors *t, con
     return mx_finish(call, call->backend->o_proj(&args, &call->exec));
 }
 
+enum { O_PROJ_FUSED, O_PROJ_X_SPAN, O_PROJ_SCALE_SPAN }; /* the ints of the schema below, in order */
+
 static bool run_o_proj(struct mx_call *call) {
     const struct mx_tensor *t = call->tensors;
     struct o_proj_tensors tensors = {.a = {.x = &t[0], .x_scale = &t[1], .w = &t[2], .w_scale = &t[3]},
@@ -39,7 +41,8 @@ static bool run_o_proj(struct mx_call *call) {
                                      .z_scale = &t[7],
                                      .z_bf16 = &t[8],
                                      .y = &t[9]};
-    return run_o_proj_bound(call, &tensors, NULL, call->ints[0] != 0, call->ints[1], call->ints[2]);
+    return run_o_proj_bound(call, &tensors, NULL, call->ints[O_PROJ_FUSED] != 0, call->ints[O_PROJ_X_SPAN],
+                            call->ints[O_PROJ_SCALE_SPAN]);
 }
 
 MX_DEFINE_OP(o_proj,
@@ -48,10 +51,14 @@ MX_DEFINE_OP(o_proj,
              "int scale_span) -> ()",
              run_o_proj, false)
 
+/* the ints of the schema below, in order */
+enum { FROM_ATTN_ORDER, FROM_ATTN_CACHE, FROM_ATTN_FUSED, FROM_ATTN_SCALE_SPAN };
+
 static bool run_o_proj_from_attn(struct mx_call *call) {
     const struct mx_tensor *t = call->tensors;
-    int64_t order = call->ints[0], cache = call->ints[1], scale_span = call->ints[3];
-    bool fused = call->ints[2] != 0;
+    int64_t order = call->ints[FROM_ATTN_ORDER], cache = call->ints[FROM_ATTN_CACHE];
+    int64_t scale_span = call->ints[FROM_ATTN_SCALE_SPAN];
+    bool fused = call->ints[FROM_ATTN_FUSED] != 0;
     struct o_proj_tensors tensors = {.a = {.x = &t[7], .x_scale = &t[8], .w = &t[3], .w_scale = &t[4]},
                                      .wo_b = &t[5],
                                      .wo_b_scale = &t[6],

@@ -41,10 +41,13 @@ bool mx_bind_quantize(struct mx_call *call, const struct mx_quantize_tensors *t,
     return true;
 }
 
+enum { QUANTIZE_SCALE_SPAN }; /* the int of the schema below */
+
 static bool run_quantize(struct mx_call *call) {
     const struct mx_tensor *t = call->tensors;
     struct mx_quantize args;
-    return mx_bind_quantize(call, &(struct mx_quantize_tensors){&t[0], &t[1], &t[2]}, call->ints[0], &args) &&
+    return mx_bind_quantize(call, &(struct mx_quantize_tensors){&t[0], &t[1], &t[2]}, call->ints[QUANTIZE_SCALE_SPAN],
+                            &args) &&
            mx_finish(call, call->backend->quantize(&args, &call->exec));
 }
 
@@ -135,11 +138,14 @@ bool mx_bind_inv_rope(struct mx_call *call, const struct mx_inv_rope_tensors *t,
     return true;
 }
 
+enum { INV_ROPE_ORDER, INV_ROPE_CACHE, INV_ROPE_SCALE_SPAN }; /* the ints of the schema below, in order */
+
 static bool run_inv_rope(struct mx_call *call) {
     const struct mx_tensor *t = call->tensors;
     struct mx_inv_rope args;
-    return mx_bind_inv_rope(call, &(struct mx_inv_rope_tensors){&t[0], &t[1], &t[2], &t[3], &t[4]}, call->ints[0],
-                            call->ints[1], call->ints[2], &args) &&
+    return mx_bind_inv_rope(call, &(struct mx_inv_rope_tensors){&t[0], &t[1], &t[2], &t[3], &t[4]},
+                            call->ints[INV_ROPE_ORDER], call->ints[INV_ROPE_CACHE], call->ints[INV_ROPE_SCALE_SPAN],
+                            &args) &&
            mx_finish(call, call->backend->inv_rope(&args, &call->exec));
 }
 

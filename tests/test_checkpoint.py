@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 
 import pytest
 import safetensors.torch
@@ -199,6 +201,32 @@ def test_only_the_slices_of_the_shard_are_read(tiny, monkeypatch):
         f"{stem}.wo_b.weight": 256 * 128,
         f"{stem}.wo_b.scale": 8 * 4,
     }
+
+
+@pytest.mark.parametrize("tp_size", [1, 4])
+def test_weights_are_copies(tmp_path, tp_size):
+    """A view of the mapping would change with the file, and die of SIGBUS once it is shorter."""
+    path = write_synthetic_checkpoint(tmp_path / "m.safetensors", tiny=True)
+    weights = load_o_proj(path, 0, tp_size=tp_size)
+    kept = [weights.wo_a, weights.wo_a_scale, weights.wo_b, weights.wo_b_scale]
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        assert str(path) not in maps.read()
+    before = [codes(tensor).clone() for tensor in kept]
+    with open(path, "r+b") as file:
+        file.write(b"\x55" * os.path.getsize(path))
+    for tensor, wanted in zip(kept, before, strict=True):
+        assert torch.equal(codes(tensor), wanted)
+
+
+@pytest.mark.parametrize("rows", [True, False])
+@pytest.mark.parametrize("name", ["wo_a", "wo_b"])
+def test_empty_weights_are_refused(tmp_path, name, rows):
+    tensors = small_tensors()
+    for suffix in ("weight", "scale"):
+        key = f"layers.0.attn.{name}.{suffix}"
+        tensors[key] = tensors[key][:0] if rows else tensors[key][:, :0].contiguous()
+    with pytest.raises(ValueError, match=rf"{name}.weight must be a 2-D matrix with at least one row and column"):
+        load_o_proj(save(tmp_path / "m.safetensors", tensors), 0)
 
 
 @pytest.mark.parametrize(
@@ -423,7 +451,7 @@ def test_ambiguous_names_are_refused(tmp_path):
         (
             "wo_a.weight",
             torch.zeros(4, 64, 512).to(E4M3),
-            r"wo_a.weight must be a 2-D matrix, got shape \[4, 64, 512",
+            r"wo_a.weight must be a 2-D matrix with at least one row and column, got shape \[4, 64, 512",
         ),
         ("wo_b.weight", torch.zeros(96, 128).to(E4M3), r"wo_b.weight must have as many columns as .*wo_a.* has rows"),
         ("wo_a.weight", torch.zeros(256, 500).to(E4M3), r"wo_a.weight must have a multiple of 32 columns, got \[256"),
@@ -480,6 +508,10 @@ def test_damaged_index(tmp_path):
     index.write_text(json.dumps({"weight_map": {"layers.0.attn.wo_a.weight": "../secret.safetensors"}}))
     with pytest.raises(ValueError, match=r"shard names must be plain file names, got '\.\./secret.safetensors'"):
         load_o_proj(directory, 0)
+    for name in ("", ".", "..", None, ["a"]):
+        index.write_text(json.dumps({"weight_map": {"layers.0.attn.wo_a.weight": name}}))
+        with pytest.raises(ValueError, match=f"shard names must be plain file names, got {re.escape(repr(name))}"):
+            load_o_proj(directory, 0)
     for text in ("{", "[]", "{}", '{"weight_map": 3}'):
         index.write_text(text)
         with pytest.raises(ValueError, match="is not a safetensors index with a 'weight_map' object"):

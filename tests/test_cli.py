@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -151,6 +153,21 @@ def test_demo_reads_a_checkpoint_and_an_input(capsys, tmp_path, tiny):
 
 
 @pytest.mark.usefixtures("quick")
+def test_the_demo_of_the_readme_on_a_checkpoint(capsys, monkeypatch, tmp_path):
+    """Its command as written, on a small file of that name."""
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    (arguments,) = re.findall(r"^python -m vllm_megaattn (demo --checkpoint .*)$", readme, re.MULTILINE)
+    (file,) = re.findall(r"[\w-]+\.safetensors", arguments)
+    checkpoint.write_synthetic_checkpoint(tmp_path / file, tiny=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(arguments.split()) == 0
+    shown = capsys.readouterr().out
+    assert "TP rank 0 of 4" in shown
+    assert shown.endswith("OK\n")
+
+
+@pytest.mark.usefixtures("quick")
 def test_nan_in_the_input_must_come_out_again(capsys, monkeypatch, tmp_path, tiny):
     attn = torch.ones(5, TINY_HEADS, 512, dtype=torch.bfloat16)
     attn[2, 3, 40] = float("nan")
@@ -166,6 +183,55 @@ def test_nan_in_the_input_must_come_out_again(capsys, monkeypatch, tmp_path, tin
     monkeypatch.setattr(ops, "mxfp8_gemm_wo_b", lambda *args, **options: gemm(*args, **options).nan_to_num_())
     status, result = run_json(capsys, *arguments)
     assert (status, result["errors"]["wo_b"]) == (1, None)
+
+    # An Inf in its place is no better.
+    inf = torch.tensor(float("inf"), dtype=torch.bfloat16)
+
+    def inf_for_nan(*args, **options):
+        y = gemm(*args, **options)
+        return torch.where(y.isnan(), inf, y)
+
+    monkeypatch.setattr(ops, "mxfp8_gemm_wo_b", inf_for_nan)
+    status, result = run_json(capsys, *arguments)
+    assert (status, result["errors"]["wo_b"]) == (1, None)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (float("nan"), "the attention output holds no finite value, so there is nothing to compare"),
+        (1e-40, "the attention output has a largest magnitude of"),
+        (3e38, "means something from 7.89e-31 to 1.33e+36 only"),
+        (1e36, "has a largest magnitude of"),
+        (0.0, None),
+        (1e-28, None),
+        (1e30, None),
+    ],
+)
+def test_demo_gives_no_verdict_on_what_it_cannot_compare(capsys, monkeypatch, tmp_path, tiny, value, message):
+    file = tmp_path / "input.safetensors"
+    safetensors.torch.save_file({"attn": torch.full((3, TINY_HEADS, 512), value).bfloat16()}, file)
+    status = main(["demo", "--device", "cpu", "--checkpoint", str(tiny), "--input", str(file)])
+    shown = capsys.readouterr()
+    if message is None:
+        assert status == 0
+        assert shown.out.endswith("OK\n")
+        return
+    assert status == 2
+    assert message in shown.err
+    assert "OK" not in shown.out
+    assert "MISMATCH" not in shown.out
+    originals = ops.mxfp8_quantize_sfd128x4  # paths that differ are a mismatch on any input
+
+    def flipped(*args, **options):
+        q, q_scale = originals(*args, **options)
+        q_scale[0] ^= 1
+        return q, q_scale
+
+    monkeypatch.setattr(ops, "mxfp8_quantize_sfd128x4", flipped)
+    assert main(["demo", "--device", "cpu", "--checkpoint", str(tiny), "--input", str(file)]) == 1
+    assert "MISMATCH" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("quick")
@@ -357,9 +423,24 @@ def test_info_json_and_text(capsys, monkeypatch):
     assert "VLLM_MEGAATTN_PATH=unfused replaces path=auto" in out
     monkeypatch.setenv(selector.ENV_PATH, "wrong")
     main(["info"])
-    assert "warning: VLLM_MEGAATTN_PATH='wrong' is not one of" in capsys.readouterr().err
+    shown = capsys.readouterr()
+    for text in (shown.out, shown.err):
+        assert "VLLM_MEGAATTN_PATH='wrong' is an error: it must be one of auto, fused" in text
+    assert "replaces path=auto" not in shown.out
     with pytest.raises(SystemExit):
         main(["info", "--rank", "0"])
+
+
+def test_info_shows_the_environment(capsys, monkeypatch):
+    values = {"VLLM_MEGAATTN_CPU": "scalar", "VLLM_MEGAATTN_SELF_CHECK": "0", "VLLM_MEGAATTN_WO_B": "own"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    _, result = run_json(capsys, "info", "--json")
+    assert result["environment"] == {**values, "VLLM_MEGAATTN_PATH": None}
+    main(["info"])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for pair in (*map(list, values.items()), ["VLLM_MEGAATTN_PATH", "not", "set"]):
+        assert pair in lines
 
 
 def test_info_explains_gpus(monkeypatch):

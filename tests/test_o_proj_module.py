@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -479,6 +481,42 @@ def test_wrong_input_is_refused_by_the_op(tiny):
         module(attn[:, :15], positions)
 
 
+def test_the_python_of_the_readme_runs_as_written(tmp_path, monkeypatch):
+    """Its names and its calls, on small sizes: the result of each line is what the lines before it say it is."""
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"^```python\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
+    (file,) = set(re.findall(r"[\w-]+\.safetensors", snippet))
+    checkpoint.write_synthetic_checkpoint(tmp_path / file, tiny=True)
+    monkeypatch.chdir(tmp_path)
+    attn, positions = attention()
+    stored = safetensors.torch.load_file(file)
+    names = {
+        "attn": attn,
+        "positions": positions,
+        "cos_sin": rope_cache(8192),
+        "wo_a": stored["layers.0.attn.wo_a.weight"],
+        "wo_a_scale": stored["layers.0.attn.wo_a.scale"],
+        "wo_b": stored["layers.0.attn.wo_b.weight"],
+        "wo_b_scale": stored["layers.0.attn.wo_b.scale"],
+    }
+    lines, results = [], []
+    for line in snippet.splitlines():
+        lines.append(line)
+        if line.startswith("y = "):
+            exec("\n".join(lines), names)
+            results.append(names["y"])
+            lines = []
+    assert lines == []
+    assert len(results) == 4
+    for other in results[1:3]:
+        assert torch.equal(bits(results[0]), bits(other))
+    parts = results[3].float()
+    for rank in range(1, 4):
+        part = OProj.from_checkpoint(file, 0, rank, 4)
+        parts += part(attn[:, 4 * rank : 4 * rank + 4], positions).float()
+    assert relative(parts, results[0].double()) < 0.02
+
+
 # ---- the rotary cache -----------------------------------------------------------------------------------------
 
 
@@ -504,6 +542,121 @@ def test_yarn_stretches_long_wavelengths_only():
     assert torch.allclose(ratio[:6], torch.ones(6, dtype=torch.float64), rtol=1e-6)  # more than 32 turns
     assert torch.allclose(ratio[-8:], torch.full((8,), 4.0, dtype=torch.float64), rtol=1e-3)  # less than one turn
     assert bool((ratio.diff() > -1e-3).all())
+
+
+V4_ROPE = {
+    "rope_theta": 10000,
+    "compress_rope_theta": 160000,
+    "compress_ratios": [0, 128],
+    "max_position_embeddings": 300,
+    "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 30},
+}
+V4_YARN = YarnScaling(16, 65536, beta_fast=30)
+PLAIN, COMPRESSED = rope_cache(300), rope_cache(300, 160000.0, yarn=V4_YARN)
+
+
+def two_layers(directory, config):
+    path = checkpoint.write_synthetic_checkpoint(directory / "m.safetensors", tiny=True, layers=2)
+    if config is not None:
+        (directory / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        V4_ROPE,
+        {"text_config": V4_ROPE},
+        {**V4_ROPE, "compress_ratios": None, "layer_types": ["sliding_attention", "heavily_compressed_attention"]},
+        {
+            "layer_types": ["sliding_attention", "compressed_sparse_attention"],
+            "max_position_embeddings": 300,
+            "rope_parameters": {
+                "main": {"rope_type": "default", "rope_theta": 10000.0},
+                "compress": {"rope_type": "yarn", "rope_theta": 160000.0, "attention_factor": 1.0, "factor": 16}
+                | {"original_max_position_embeddings": 65536, "beta_fast": 30},
+            },
+        },
+    ],
+)
+def test_rope_comes_from_the_config(tmp_path, config):
+    path = two_layers(tmp_path, config)
+    for place in (path, tmp_path):
+        assert torch.equal(OProj.from_checkpoint(place, 0).cos_sin, PLAIN)
+        assert torch.equal(OProj.from_checkpoint(place, 1).cos_sin, COMPRESSED)
+
+
+def test_rope_of_a_model_with_one_kind_of_layer(tmp_path):
+    plain = {"rope_theta": 500, "max_position_embeddings": 300}
+    assert torch.equal(OProj.from_checkpoint(two_layers(tmp_path, plain), 1).cos_sin, rope_cache(300, 500.0))
+    path = two_layers(tmp_path, {**plain, "rope_scaling": V4_ROPE["rope_scaling"]})
+    assert torch.equal(OProj.from_checkpoint(path, 1).cos_sin, rope_cache(300, 500.0, yarn=V4_YARN))
+
+
+def test_rope_arguments_come_before_the_config(tmp_path):
+    path = two_layers(tmp_path, V4_ROPE)
+
+    def cache(**given):
+        return OProj.from_checkpoint(path, 1, **given).cos_sin
+
+    assert torch.equal(cache(max_positions=20), COMPRESSED[:20])
+    assert torch.equal(cache(rope_theta=500.0), rope_cache(300, 500.0, yarn=V4_YARN))
+    assert torch.equal(cache(yarn=False), rope_cache(300, 160000.0))
+    assert torch.equal(cache(yarn=YarnScaling(4, 4096)), rope_cache(300, 160000.0, yarn=YarnScaling(4, 4096)))
+    assert torch.equal(cache(cos_sin=PLAIN), PLAIN)
+
+
+def test_rope_without_a_config(tmp_path):
+    assert torch.equal(OProj.from_checkpoint(two_layers(tmp_path, None), 1).cos_sin, rope_cache(8192, 10000.0))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"rope_scaling": {"type": "longrope"}},
+            "rope_scaling in .*config.json is of type 'longrope'; only yarn and",
+        ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "must have original_max_position_embeddings"),
+        ({"rope_scaling": {**V4_ROPE["rope_scaling"], "factor": 0}}, "factor of rope_scaling in .* got 0"),
+        ({"rope_scaling": 3}, "rope_scaling in .* must be an object, got 3"),
+        ({"compress_ratios": None}, "neither compress_ratios nor layer_types.*which of the two layer 1 uses"),
+        ({"compress_ratios": [0]}, "compress_ratios in .* must be a list with an entry for layer 1.*got 1"),
+        ({"compress_ratios": [0, -1]}, r"compress_ratios\[1\] in .* must be an integer from 0 on, got -1"),
+        ({"compress_rope_theta": None}, "compresses layer 1 but has no compress_rope_theta"),
+        ({"compress_rope_theta": -1}, "compress_rope_theta in .* must be positive and finite, got -1"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings in .* must be a positive integer, got 0"),
+    ],
+)
+def test_configs_that_leave_rope_open_are_refused(tmp_path, change, message):
+    path = two_layers(tmp_path, {**V4_ROPE, **change})
+    with pytest.raises(ValueError, match=message):
+        OProj.from_checkpoint(path, 1)
+    given = {"rope_theta": 160000.0, "yarn": V4_YARN, "max_positions": 300}
+    assert torch.equal(OProj.from_checkpoint(path, 1, **given).cos_sin, COMPRESSED)
+
+
+def test_yarn_refusals(tiny):
+    for name in ("factor", "original_max_positions", "beta_fast", "beta_slow"):
+        for value in (0, -1, math.nan, math.inf):
+            with pytest.raises(ValueError, match=f"{name} of YarnScaling must be positive and finite, got {value}"):
+                YarnScaling(**{"factor": 4, "original_max_positions": 4096, name: value})
+    with pytest.raises(TypeError, match="factor of YarnScaling must be a number, got '4'"):
+        YarnScaling("4", 4096)
+    with pytest.raises(ValueError, match="theta must be above 1 with yarn"):
+        rope_cache(4, 1.0, yarn=YarnScaling(4, 4096))
+    with pytest.raises(TypeError, match="theta must be a number, got 'a'"):
+        rope_cache(4, "a")
+    with pytest.raises(TypeError, match=r"yarn must be a YarnScaling or None, got \(4, 4096\)"):
+        rope_cache(4, yarn=(4, 4096))
+    with pytest.raises(TypeError, match=r"yarn must be a YarnScaling, False or None, got \(4, 4096\)"):
+        OProj.from_checkpoint(tiny, 0, yarn=(4, 4096))
+
+
+def test_names_that_are_no_strings_are_refused(tiny):
+    for name in ("order", "cos_sin_layout"):
+        with pytest.raises(ValueError, match=rf"{name} must be one of .*, got \['a'\]"):
+            OProj.from_checkpoint(tiny, 0, **{name: ["a"], "cos_sin": PLAIN})
 
 
 def test_rope_cache_refusals():

@@ -159,6 +159,31 @@ def test_meta_results_look_like_real_ones(name, tokens, rng):
         assert f.device == r.device
 
 
+def spoiled(name, rng):
+    """Valid operands of `name`, each with a wrong dtype, with one dimension more, and with half its columns."""
+    operands, options = random_operands(name, 5, rng)
+    for place, operand in enumerate(operands):
+        wrong = {"dtype": operand.to(torch.complex64), "dims": operand[None, None]}
+        if operand.dtype == E4M3 and operand.shape[-1] % 256 == 0:
+            wrong["columns"] = operand[..., : operand.shape[-1] // 2]
+        for what, tensor in wrong.items():
+            yield (place, what), [*operands[:place], tensor, *operands[place + 1 :]], options
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_meta_tensors_are_refused_like_real_ones(name, rng):
+    """The type of the error, and the argument that it names first."""
+    op = getattr(vllm_megaattn, name)
+    for where, operands, options in spoiled(name, rng):
+        with pytest.raises((TypeError, ValueError)) as real:
+            op(*operands, **options)
+        with pytest.raises((TypeError, ValueError)) as meta:
+            op(*(t.to("meta") for t in operands), **options)
+        assert type(meta.value) is type(real.value), (where, real.value, meta.value)
+        named = [str(error.value).split(" must ")[0] for error in (real, meta)]
+        assert named[0] == named[1], (where, real.value, meta.value)
+
+
 def symbolic(mode: FakeTensorMode, tensor: torch.Tensor, tokens: int) -> torch.Tensor:
     """A fake of `tensor` whose sizes equal to `tokens` are symbols."""
     dynamic = [DimDynamic.DYNAMIC if size == tokens else DimDynamic.STATIC for size in tensor.shape]

@@ -11,7 +11,7 @@ import re
 
 import torch  # must be loaded before the C core, which finds libtorch in the process
 
-from vllm_megaattn import _C, self_check
+from vllm_megaattn import _C, _meta_checks, self_check
 from vllm_megaattn.selector import ENV_WO_B, wo_b_flags
 
 NAMESPACE = "vllm_megaattn"
@@ -34,8 +34,8 @@ _ERROR_TYPES = {_C.VALUE_ERROR: ValueError, _C.TYPE_ERROR: TypeError}
 
 
 def _make_fake(op: str):
-    """The op returns () and its results are arguments, so there is nothing to infer; but one tensor on the meta device
-    among real ones sends the whole call here, and doing nothing would leave real results unwritten."""
+    """The op returns () and its results are arguments, so there is nothing to infer, only to refuse. One tensor on the
+    meta device among real ones sends the whole call here too, and doing nothing would leave real results unwritten."""
     names = [argument.name for argument in getattr(torch.ops.vllm_megaattn, op).default._schema.arguments]
 
     def fake(*args: object) -> None:
@@ -44,6 +44,7 @@ def _make_fake(op: str):
         for name, tensor in tensors:
             if tensor.device != first.device:
                 raise ValueError(f"{op}: {name} must be on {first.device} like {first_name}, got {tensor.device}")
+        _meta_checks.check(op, dict(tensors))
 
     return fake
 
@@ -74,7 +75,7 @@ def call(op: torch._ops.OpOverload, name: str, *args: object, names: dict[str, s
             for place in _WRITTEN[name]:
                 if not args[place].is_inference():
                     torch.autograd.graph.increment_version(args[place])
-    except (RuntimeError, ValueError) as error:  # a fake raises ValueError itself
+    except (RuntimeError, ValueError, TypeError) as error:  # a fake raises the last two itself
         raise _python_error(error, name, names) from None
 
 
@@ -85,7 +86,7 @@ def check(op: torch._ops.OpOverload, name: str, *args: object, names: dict[str, 
     _C.set_check_only(True)
     try:
         op(*args)
-    except (RuntimeError, ValueError) as error:  # a fake raises ValueError itself
+    except (RuntimeError, ValueError, TypeError) as error:  # a fake raises the last two itself
         raise _python_error(error, name, names) from None
     finally:
         _C.set_check_only(False)
@@ -93,7 +94,7 @@ def check(op: torch._ops.OpOverload, name: str, *args: object, names: dict[str, 
 
 def _python_error(error: Exception, name: str, names: dict[str, str] | None) -> Exception:
     """The ValueError or TypeError that an op's error is, in the caller's words; `error` itself where it is neither."""
-    kind = ValueError if isinstance(error, ValueError) else _ERROR_TYPES.get(_C.take_error_kind())
+    kind = type(error) if isinstance(error, (ValueError, TypeError)) else _ERROR_TYPES.get(_C.take_error_kind())
     if kind is None or not str(error).startswith(f"{name}: "):
         return error
     text = str(error).removeprefix(f"{name}: ")

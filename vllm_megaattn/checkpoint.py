@@ -88,7 +88,8 @@ class OProjWeights:
 
 class Checkpoint:
     """The keys of a checkpoint and lazy access to their tensors: a single .safetensors file, a directory (with or
-    without an index), or the index file itself. A context manager; the files stay mapped until it is left.
+    without an index), or the index file itself. A context manager; what `read` returned is a copy and outlives it, and the
+    files may be changed or removed once it is left.
 
     A single file of a sharded checkpoint is enough when it holds what is asked for; what it lacks is looked up in the
     index beside it, if there is one.
@@ -118,10 +119,6 @@ class Checkpoint:
     def keys(self) -> list[str]:
         return list(self._files)
 
-    @property
-    def directory(self) -> Path:
-        return self.path if self.path.is_dir() else self.path.parent
-
     def file_of(self, key: str) -> Path:
         return self._files[key]
 
@@ -135,11 +132,15 @@ class Checkpoint:
         return part.get_dtype(), list(part.get_shape())
 
     def read(self, key: str, rows: slice = slice(None), cols: slice = slice(None)) -> torch.Tensor:
-        """`tensor[rows, cols]` of a 2-D tensor, contiguous; other parts of the file are not touched."""
+        """`tensor[rows, cols]` of a 2-D tensor, a contiguous copy; other parts of the file are not touched.
+
+        A slice of whole rows is a view of the mapping: kept, it would change with the file, and a file that gets
+        shorter would kill the process (SIGBUS).
+        """
         part = self._slice(key)
         try:
             with torch.device("cpu"):  # safetensors reads into torch's default device
-                return part[rows, cols].contiguous()
+                return part[rows, cols].clone(memory_format=torch.contiguous_format)
         except SafetensorError as error:
             raise ValueError(f"{self._files[key]}: cannot read {key}: {error}") from error
 
@@ -177,11 +178,11 @@ class Checkpoint:
     def _read_index(index: Path) -> dict[str, Path]:
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            names = {str(key): str(name) for key, name in weight_map.items()}
+            names = dict(weight_map.items())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index} is not a safetensors index with a 'weight_map' object: {error!r}") from error
-        for name in set(names.values()):
-            if Path(name).name != name:
+        for name in names.values():
+            if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
                 raise ValueError(f"{index}: shard names must be plain file names, got {name!r}")
         return {key: index.parent / name for key, name in names.items()}
 
@@ -240,8 +241,8 @@ def load_o_proj(
             dtype, shape = checkpoint.spec(key)
             if dtype != "F8_E4M3":
                 raise ValueError(f"{key} must be F8_E4M3 (quantised), got {dtype} {shape}")
-            if len(shape) != 2:
-                raise ValueError(f"{key} must be a 2-D matrix, got shape {shape}")
+            if len(shape) != 2 or 0 in shape:
+                raise ValueError(f"{key} must be a 2-D matrix with at least one row and column, got shape {shape}")
         rows, group_cols = checkpoint.spec(names["wo_a"])[1]
         hidden, cols = checkpoint.spec(names["wo_b"])[1]
         if cols != rows:
@@ -361,7 +362,7 @@ def _find_num_groups(checkpoint: Checkpoint, weight_key: str, rows: int, group_c
 
     if groups is not None:
         return accept(groups, "argument groups")
-    config = checkpoint.directory / "config.json"
+    config = config_of(checkpoint.path)
     if config.is_file():
         found = _read_config(config)
         if found is not None:
@@ -382,19 +383,34 @@ def _find_num_groups(checkpoint: Checkpoint, weight_key: str, rows: int, group_c
 
 
 def _read_config(config: Path) -> int | None:
+    for part in config_parts(config):
+        if part.get("o_groups") is not None:
+            groups = part["o_groups"]
+            if isinstance(groups, bool) or not isinstance(groups, int):
+                raise ValueError(f"o_groups in {config} must be an integer, got {groups!r}")
+            return groups
+    return None
+
+
+def config_of(path: str | os.PathLike[str]) -> Path:
+    """Where the config.json of a checkpoint lies if it has one: in the directory, or beside the file."""
+    path = Path(path)
+    return (path if path.is_dir() else path.parent) / "config.json"
+
+
+def config_parts(config: Path) -> list[dict[str, object]]:
+    """The objects of a config.json that may describe the language model, the outermost first."""
     try:
         content = json.loads(config.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{config} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{config} must hold a JSON object, got {type(content).__name__}")
-    for part in (content, content.get("text_config"), content.get("language_config")):
-        if isinstance(part, dict) and part.get("o_groups") is not None:
-            groups = part["o_groups"]
-            if isinstance(groups, bool) or not isinstance(groups, int):
-                raise ValueError(f"o_groups in {config} must be an integer, got {groups!r}")
-            return groups
-    return None
+    return [
+        part
+        for part in (content, content.get("text_config"), content.get("language_config"))
+        if isinstance(part, dict)
+    ]
 
 
 # ---- a synthetic checkpoint ------------------------------------------------------------------------------------

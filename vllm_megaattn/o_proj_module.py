@@ -12,27 +12,18 @@ from __future__ import annotations
 
 import math
 import os
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from vllm_megaattn import checkpoint, layouts, ops, selector
+from vllm_megaattn.rope_config import YarnScaling, rope_settings
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
 WEIGHTS = ("wo_a", "wo_a_scale", "wo_b", "wo_b_scale")
-
-
-class YarnScaling(NamedTuple):
-    """YaRN for contexts longer than the model was trained on: frequencies of wavelengths beyond the trained context
-    are divided by `factor`, short ones stay, those between are blended. No magnitude factor, as in DeepSeek-V4."""
-
-    factor: float
-    original_max_positions: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
 
 
 def rope_cache(
@@ -51,9 +42,15 @@ def rope_cache(
     """
     if max_positions < 1 or rope_dim < 2 or rope_dim % 2:
         raise ValueError(f"max_positions must be positive, rope_dim even, got {max_positions} and {rope_dim}")
+    if isinstance(theta, bool) or not isinstance(theta, (int, float)):
+        raise TypeError(f"theta must be a number, got {theta!r}")
     if not (math.isfinite(theta) and theta > 0):
         raise ValueError(f"theta must be positive and finite, got {theta}")
-    if layout not in ops.COS_SIN_LAYOUTS:
+    if yarn is not None and not isinstance(yarn, YarnScaling):
+        raise TypeError(f"yarn must be a YarnScaling or None, got {yarn!r}")
+    if yarn is not None and theta <= 1:
+        raise ValueError(f"theta must be above 1 with yarn (wavelengths must grow), got {theta}")
+    if not isinstance(layout, str) or layout not in ops.COS_SIN_LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(ops.COS_SIN_LAYOUTS)}, got {layout!r}")
     half = rope_dim // 2
     index = torch.arange(half, dtype=torch.float64, device="cpu")
@@ -163,15 +160,18 @@ class OProj(torch.nn.Module):
         *,
         groups: int | None = None,
         cos_sin: torch.Tensor | None = None,
-        max_positions: int = 8192,
-        rope_theta: float = 10000.0,
-        yarn: YarnScaling | None = None,
+        max_positions: int | None = None,
+        rope_theta: float | None = None,
+        yarn: YarnScaling | Literal[False] | None = None,
         **options: object,
     ) -> OProj:
         """Build the module from a checkpoint, this rank's whole groups only (`checkpoint.load_o_proj`).
 
-        cos_sin None makes a cache of `max_positions` rows (256 bytes each) with `rope_theta` and `yarn`; layers that
-        share a cache pass it. Other options are those of the constructor.
+        cos_sin None makes a cache of `max_positions` rows (256 bytes each: 256 MiB for a context of 2^20) with
+        `rope_theta` and `yarn`. What is None of the three comes from the config.json beside the weights, by the rules in
+        `rope_config`: layers with a compressed cache have a theta of their own, and YaRN. yarn=False asks for none.
+        Without a config.json a layer without compression is assumed: theta 10000, no YaRN, 8192 positions. Layers that
+        share a cache pass it as cos_sin. Other options are those of the constructor.
         """
         process_group = options.get("process_group")
         if process_group is not None:
@@ -181,7 +181,8 @@ class OProj(torch.nn.Module):
         weights = checkpoint.load_o_proj(path_or_dir, layer, tp_rank=tp_rank, tp_size=tp_size, groups=groups)
         if cos_sin is None:
             layout = str(options.get("cos_sin_layout", "halves"))
-            cos_sin = rope_cache(max_positions, rope_theta, layout=layout, yarn=yarn)
+            rope = rope_settings(path_or_dir, layer, theta=rope_theta, yarn=yarn, max_positions=max_positions)
+            cos_sin = rope_cache(rope.max_positions, rope.theta, layout=layout, yarn=rope.yarn)
         return cls(
             weights.wo_a,
             weights.wo_a_scale,

@@ -20,7 +20,8 @@ struct range {
 };
 
 /* A program may have told its thread to flush FP32 subnormals (torch.set_flush_denormal); torch's workers do not hear
- * of it, so a result would depend on which thread made it. Byte 0 is a subnormal scale: here they always count. */
+ * of it, so a result would depend on which thread made it. Byte 0 is a subnormal scale: on x86-64 they always count.
+ * Elsewhere each thread's own setting holds, and a program must leave it off. */
 static void run_with_subnormals(int64_t begin, int64_t end, void *ctx) {
     const struct range *range = ctx;
 #if defined(__x86_64__)

@@ -43,7 +43,7 @@ AVX2 static void avx2_decode(const uint8_t *elements, const float *factor, int n
         }
     }
     if (_mm256_movemask_epi8(_mm256_cmpeq_epi16(largest, magnitude))) {
-        mx_cpu_patch_nan(elements, num_blocks * MX_BLOCK, out_row);
+        row_patch_nan(elements, num_blocks * MX_BLOCK, out_row);
     }
 }
 

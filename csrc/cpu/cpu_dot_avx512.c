@@ -46,7 +46,7 @@ AVX512 static void avx512_decode(const uint8_t *elements, const float *factor, i
     }
     if (_mm512_cmpeq_epi16_mask(largest, magnitude)) {
         const int num_elements = num_blocks * MX_BLOCK;
-        mx_cpu_patch_nan(elements - num_elements, num_elements, out_row - num_elements);
+        row_patch_nan(elements - num_elements, num_elements, out_row - num_elements);
     }
 }
 

@@ -17,14 +17,6 @@ static void scalar_decode(const uint8_t *elements, const float *factor, int num_
     }
 }
 
-void mx_cpu_patch_nan(const uint8_t *elements, int num_elements, float *out) {
-    for (int k = 0; k < num_elements; k++) {
-        if ((elements[k] & 0x7F) == MX_E4M3_NAN) {
-            out[k] = NAN;
-        }
-    }
-}
-
 /* ---- dot product ------------------------------------------------------------------------------------------- */
 
 static void scalar_dot(const void *x, const void *w, int num_tokens, int num_blocks, float *sums) {

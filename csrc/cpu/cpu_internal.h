@@ -91,9 +91,6 @@ extern const struct mx_cpu_variant mx_cpu_avx512bf16;
 /* The variant in use, or NULL after writing the reason to exec->err. Safe to call from several threads at once. */
 const struct mx_cpu_variant *mx_cpu_choose(const struct mx_exec *exec);
 
-/* Overwrites out[k] with NaN where elements[k] is NaN; for decoders that turn 0x7F into a number. */
-void mx_cpu_patch_nan(const uint8_t *elements, int num_elements, float *out);
-
 /* Writes one line to exec->err and returns `code`. */
 int mx_cpu_fail(const struct mx_exec *exec, int code, const char *format, ...) __attribute__((format(printf, 3, 4)));
 

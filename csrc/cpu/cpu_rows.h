@@ -20,6 +20,15 @@ MX_ROW_FN void row_find_factors(const uint8_t *scale, float unit, float *factor)
     }
 }
 
+/* Overwrites out[k] with NaN where elements[k] is NaN; for decoders that turn 0x7F into a number. */
+MX_ROW_FN void row_patch_nan(const uint8_t *elements, int num_elements, float *out) {
+    for (int k = 0; k < num_elements; k++) {
+        if ((elements[k] & 0x7F) == MX_E4M3_NAN) {
+            out[k] = NAN;
+        }
+    }
+}
+
 /* Step 3 of the order of summation: folds the lanes in halves. */
 MX_ROW_FN float row_fold_lanes(float *lane) {
     for (int half = MX_CPU_LANES / 2; half > 0; half /= 2) {

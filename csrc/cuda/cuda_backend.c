@@ -5,7 +5,6 @@
  * or keeps anything, so calls may be captured into graphs and run on several streams at once. The first call on a device
  * loads the kernels (driver.h), which is legal inside a capture too.
  */
-#include <stdio.h>
 
 #include "sm100.h"
 #include "sm90.h"
@@ -102,20 +101,11 @@ DEFINE_ENTRY(quantize, mx_quantize, args->num_tokens, mx_simt_quantize)
 DEFINE_ENTRY(inv_rope, mx_inv_rope, args->num_tokens, mx_simt_inv_rope)
 DEFINE_ENTRY(o_proj, mx_o_proj, args->a->num_tokens, run_o_proj)
 
-/* Weights are re-blocked once, at load, on the CPU. */
-static int cuda_reblock(const struct mx_reblock *args, const struct mx_exec *exec) {
-    (void)args;
-    if (exec->err != NULL && exec->err_bytes > 0) {
-        snprintf(exec->err, exec->err_bytes, "reblock_weight runs once, at load: its tensors must be on the CPU");
-    }
-    return MX_UNSUPPORTED;
-}
-
 const struct mx_backend mx_backend_cuda = {
     .name = "cuda",
     .matmul = cuda_matmul,
     .quantize = cuda_quantize,
     .inv_rope = cuda_inv_rope,
     .o_proj = cuda_o_proj,
-    .reblock = cuda_reblock,
+    .reblock = NULL, /* weights are re-blocked once, at load, on the CPU: op.c refuses other devices */
 };

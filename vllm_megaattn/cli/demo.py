@@ -3,7 +3,8 @@
 Takes a layer of a DeepSeek-V4 / V4.1 checkpoint, or writes a synthetic one with the real names, dtypes and shapes,
 and sends BF16 attention outputs through inverse RoPE + quantise -> wo_a -> wo_b, once by the fused path (wo_a writes
 MXFP8 z itself) and once by the unfused one (BF16 z, then a quantiser). Both must give the same bytes, and every stage
-must equal float64 arithmetic on its own inputs within the rounding of its output. Exit status 1 if anything differs.
+must equal float64 arithmetic on its own inputs within the rounding of its output. Exit status 1 if anything differs, 2
+for an input that cannot be used or whose values are too large or too small for that comparison.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ ROPE_THETA = 10000.0
 # how it adds up depends on the data.
 BF16_LIMIT = 1.25 * 2.0**-9
 E4M3_LIMIT = 1.05 * 2.0**-4
+# They hold where neither BF16 nor the scales reach the end of their range: below 2^-100 values become subnormal stage by
+# stage, above 2^120 a sum of finite values may be an Inf. Beyond it the demo says so instead of a verdict.
+COMPARABLE = 2.0**-100, 2.0**120
 LIMITS = {"x": E4M3_LIMIT, "wo_a": BF16_LIMIT, "z": E4M3_LIMIT, "wo_b": BF16_LIMIT}
 CONTENTS = {
     "x": "rounding of the rotated input to BF16, then e4m3",
@@ -279,6 +283,10 @@ def _compare(problem: Problem, timed_y: dict[str, torch.Tensor]) -> dict[str, ob
         rotated = _poison_blocks(rotated, span)
         z_wanted, z_from_attn = _wo_a_float64((x_exact, rotated), host["wo_a"], host["wo_a_scale"])
         y_wanted, y_from_attn = _wo_b_float64((z_exact, z_from_attn), host["wo_b"], host["wo_b_scale"])
+        if all(identical.values()):
+            stages = {"the attention output": rotated, "z": z_wanted, "y": y_wanted}
+            for name, values in stages.items():
+                _refuse_out_of_range(name, values)
         errors = {
             "x": _relative_error(x_exact, rotated),
             "wo_a": _relative_error(z_bf16.cpu().double().flatten(1), z_wanted),
@@ -350,14 +358,28 @@ def _wo_b_float64(inputs: tuple[torch.Tensor, ...], w: torch.Tensor, scale: torc
 
 
 def _relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Frobenius norm of the difference over that of the reference. Where the reference is not finite (NaN or Inf came
-    in), the result must not be either; if it is, or the other way round, the error is infinite."""
+    """Frobenius norm of the difference over that of the reference. Where the reference is NaN (a NaN or an Inf came in),
+    the result must be NaN; if it is not, or if it is elsewhere, the error is infinite, and so it is for an Inf."""
     finite = torch.isfinite(wanted)
-    if not torch.equal(finite, torch.isfinite(got)):
+    if not (torch.equal(torch.isnan(wanted), torch.isnan(got)) and torch.equal(finite, torch.isfinite(got))):
         return math.inf
     difference = torch.where(finite, got - wanted, 0.0).norm().item()
     norm = torch.where(finite, wanted, 0.0).norm().item()
     return difference / norm if norm else difference
+
+
+def _refuse_out_of_range(name: str, values: torch.Tensor) -> None:
+    """ValueError where LIMITS say nothing: no number at all, or the largest one outside COMPARABLE. Zeros are fine: every
+    stage must keep them exactly."""
+    finite = values[torch.isfinite(values)]
+    if finite.numel() == 0:
+        raise ValueError(f"{name} holds no finite value, so there is nothing to compare with float64 arithmetic")
+    largest = finite.abs().max().item()
+    if largest and not COMPARABLE[0] <= largest <= COMPARABLE[1]:
+        raise ValueError(
+            f"{name} has a largest magnitude of {largest:.3g}; the comparison with float64 arithmetic means something "
+            f"from {COMPARABLE[0]:.3g} to {COMPARABLE[1]:.3g} only, clear of the ends of BF16 and of the scales"
+        )
 
 
 # ---- reporting -------------------------------------------------------------------------------------------------

@@ -12,9 +12,12 @@ import sys
 
 import torch
 
-from vllm_megaattn import _C, selector
+from vllm_megaattn import _C, selector, self_check
 from vllm_megaattn._version import __version__
 from vllm_megaattn.cli.common import cuda_gap, format_table, yes
+
+ENV_CPU = "VLLM_MEGAATTN_CPU"  # read by csrc/cpu/cpu_features.c
+ENVIRONMENT = (selector.ENV_PATH, selector.ENV_WO_B, ENV_CPU, self_check.ENV)
 
 HELP = "versions, devices, usable backends and the selector's table"
 
@@ -35,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         "cpu": {**_C.cpu_info(), "model": _cpu_model(), "threads": torch.get_num_threads()},
         "devices": devices,
         "backends": _backends(keys),
-        "environment": {name: os.environ.get(name) for name in (selector.ENV_PATH, selector.ENV_WO_B)},
+        "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
         "wo_b": {key: selector.explain_wo_b(key) for key in keys},
         "unproven": {key: text for key in keys if (text := selector.unproven(key))},
         "selector": {key: selector.explain(key, ranks=(args.rank,)) for key in keys},
@@ -70,11 +73,7 @@ def _cpu_model() -> str:
 def _devices() -> list[dict[str, object]]:
     """Every device torch sees: name, selector key, whether a kernel of this package runs there, and if not, why."""
     no_kernels = _C.cpu_info()["variant"] == "none"  # VLLM_MEGAATTN_CPU asks for what is not there
-    cpu_gap = (
-        f"VLLM_MEGAATTN_CPU={os.environ.get('VLLM_MEGAATTN_CPU')!r} names no kernels of this CPU"
-        if no_kernels
-        else ""
-    )
+    cpu_gap = f"{ENV_CPU}={os.environ.get(ENV_CPU)!r} names no kernels of this CPU" if no_kernels else ""
     devices: list[dict[str, object]] = [
         {"device": "cpu", "name": _cpu_model(), "key": "cpu", "usable": not cpu_gap, "reason": cpu_gap}
     ]
@@ -139,6 +138,11 @@ def _report(result: dict[str, object]) -> str:
             ],
         ),
         "",
+        "Environment",
+        format_table(
+            ("variable", "value"), [(name, value or "not set") for name, value in result["environment"].items()]
+        ),
+        "",
         "Devices",
         format_table(
             ("device", "name", "key", "usable", "reason"),
@@ -171,8 +175,10 @@ def _report(result: dict[str, object]) -> str:
         ]
         route = result["wo_b"][key]
         lines.append(f"  wo_b: {route['route'] or 'refused'} ({route['reason']})")
-    if forced:
+    if forced in selector.PATHS:
         lines += ["", f"{selector.ENV_PATH}={forced} replaces path=auto in this environment."]
-        if forced not in selector.PATHS:
-            print(f"warning: {selector.ENV_PATH}={forced!r} is not one of {selector.PATHS}", file=sys.stderr)
+    elif forced:
+        text = f"{selector.ENV_PATH}={forced!r} is an error: it must be one of {', '.join(selector.PATHS)}"
+        lines += ["", f"{text}. Calls that leave the path open are refused."]
+        print(f"error: {text}", file=sys.stderr)
     return "\n".join(lines)
