@@ -359,7 +359,7 @@ def o_proj(
     scale_span: scale span of z inside; None takes the backend's favourite (32 on the CPU; see `default_scale_span`).
     """
     op = "o_proj"
-    _require_tensors(op, x=x, x_scale=x_scale, wo_a=wo_a, wo_a_scale=wo_a_scale, wo_b=wo_b, wo_b_scale=wo_b_scale)
+    _require_tensors(op, x=x, wo_a=wo_a)  # the others: run_o_proj
     _require_dims(op, "x", x, (3,), "[T, G, K]")
     chosen = _choose_path(op, x.device, _rows_of(op, "wo_a", wo_a, x.shape[1]), path)
     operands = x, x_scale, wo_a, wo_a_scale, wo_b, wo_b_scale
@@ -421,7 +421,7 @@ def o_proj_from_attn(
     z.
     """
     op = "o_proj_from_attn"
-    _require_tensors(op, attn=attn, wo_a=wo_a)
+    _require_tensors(op, attn=attn, wo_a=wo_a)  # the others: run_o_proj_from_attn
     _require_int(op, groups=groups)
     if groups <= 0:
         raise ValueError(f"{op}: groups must be positive, got {groups}")
