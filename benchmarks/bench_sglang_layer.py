@@ -132,10 +132,10 @@ def measure(model, work: Workload, rounds: int, deep_gemm: Path | None, notes: l
     timers = {c.name: timing.GraphTimer(c, work.copies, 64 if work.tokens <= 128 else 1) for c in contenders}
     found = timing.measure(timers, rounds=rounds)
     return [
-        {
-            "model": "v4.1-flash", "op": "layer", "tp": work.tp, "tokens": work.tokens, "name": c.name,
-            "ours": c in mine, "error": c.error, "us": found[c.name].us, "spread": found[c.name].spread,
-        }
+        report.row(
+            "v4.1-flash", "layer", work.tp, work.tokens, c.name, found[c.name].us, found[c.name].spread,
+            ours=c in mine, flops=work.flops("chain"), error=c.error,
+        )
         for c in contenders
     ]  # fmt: skip
 
@@ -176,12 +176,12 @@ def main() -> int:
             print(f"TP{tp} T={tokens}: {'; '.join(problems) or 'layer ok, update ok'}", flush=True)
             if not args.check and not problems:
                 rows += measure(model, work, args.rounds, args.deep_gemm, notes)
+    if args.out and rows:
+        report.write_json(args.out, rows, notes, {"rounds": args.rounds, "device": str(device)})
     if rows:
         print(report.table(rows))
     for note in dict.fromkeys(notes):
         print(f"note: {note}")
-    if args.out and rows:
-        report.write_json(args.out, rows, notes, {"rounds": args.rounds, "device": str(device)})
     return 1 if failed else 0
 
 

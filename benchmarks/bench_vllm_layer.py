@@ -134,11 +134,10 @@ def measure(flashmla, work: Workload, rounds: int, notes: list[str]) -> list[dic
     timers = {c.name: timing.GraphTimer(c, work.copies, 64 if work.tokens <= 128 else 1) for c in contenders}
     found = timing.measure(timers, rounds=rounds)
     return [
-        {
-            "model": "v4.1-flash", "op": "layer", "tp": work.tp, "tokens": work.tokens, "name": c.name,
-            "ours": c.name == plugin.name or c.name.startswith("ours"), "error": c.error,
-            "us": found[c.name].us, "spread": found[c.name].spread,
-        }
+        report.row(
+            "v4.1-flash", "layer", work.tp, work.tokens, c.name, found[c.name].us, found[c.name].spread,
+            ours=c.name == plugin.name or c.name.startswith("ours"), flops=work.flops("chain"), error=c.error,
+        )
         for c in contenders
     ]  # fmt: skip
 
@@ -179,12 +178,12 @@ def main() -> int:
             print(f"TP{tp} T={tokens}: {'; '.join(problems) or 'layer ok, reload ok'}", flush=True)
             if not args.check and not problems:
                 rows += measure(flashmla, work, args.rounds, notes)
+    if args.out and rows:
+        report.write_json(args.out, rows, notes, {"rounds": args.rounds, "device": str(device)})
     if rows:
         print(report.table(rows))
     for note in dict.fromkeys(notes):
         print(f"note: {note}")
-    if args.out and rows:
-        report.write_json(args.out, rows, notes, {"rounds": args.rounds, "device": str(device)})
     return 1 if failed else 0
 
 

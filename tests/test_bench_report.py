@@ -9,10 +9,10 @@ from vllm_megaattn.bench import marks, ours, peers, report, workload
 
 
 def row(op: str, name: str, tokens: int, us: float, tflops: float = 0.0) -> dict:
-    return {
-        "model": "v4.1-flash", "op": op, "tp": 1, "tokens": tokens, "name": name, "ours": name.startswith("ours"),
-        "mark": name in marks.MARKS, "us": us, "spread": 1.0, "error": None, "tflops": tflops, "sustained_us": 2 * us,
-    }  # fmt: skip
+    made = report.row(
+        "v4.1-flash", op, 1, tokens, name, us, 1.0, ours=name.startswith("ours"), flops=tflops * us * 1e6, error=0.0
+    )
+    return {**made, "sustained_us": 2 * us}
 
 
 @pytest.fixture

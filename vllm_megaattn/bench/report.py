@@ -142,6 +142,27 @@ def speed(part: list[dict], tokens: int, key: str, which: str = "") -> str:
     return f"{best['tflops'] * best['us'] / best[key]:.0f}" if best and best["tflops"] else "-"
 
 
+def row(
+    model: str,
+    op: str,
+    tp: int,
+    tokens: int,
+    name: str,
+    us: float,
+    spread: float,
+    *,
+    ours: bool,
+    flops: int,
+    error: float,
+) -> dict:
+    """One figure as `table`, `plot` and `write_json` want it. us: per call; spread: percent; flops: of one call."""
+    return {
+        "model": model, "op": op, "tp": tp, "tokens": tokens, "name": name, "ours": ours, "mark": name in marks.MARKS,
+        "us": round(us, 3), "spread": round(spread, 2), "error": error if error == error else None,
+        "tflops": round(flops / us / 1e6, 1),
+    }  # fmt: skip
+
+
 def write_json(
     path: Path, rows: list[dict], notes: list[str], settings: dict[str, object], commit: str | None = None
 ) -> None:

@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _measure(work, args: argparse.Namespace, op: str, note) -> list[dict]:
     """Rows of one (tp, tokens, op)."""
-    from vllm_megaattn.bench import marks, ours, peers, timing
+    from vllm_megaattn.bench import marks, ours, peers, report, timing
 
     mine = ours.contenders(work, op)
     others = [] if args.no_peers else peers.contenders(work, op, note)
@@ -115,19 +115,10 @@ def _measure(work, args: argparse.Namespace, op: str, note) -> list[dict]:
     errors = {c.name: c.error for c in [*mine, *others]}
     rows = []
     for name, figure in figures.items():
-        row = {
-            "model": args.model,
-            "op": op,
-            "tp": work.tp,
-            "tokens": work.tokens,
-            "name": name,
-            "ours": any(c.name == name for c in mine),
-            "mark": name in marks.MARKS,
-            "us": round(figure.us, 3),
-            "spread": round(figure.spread, 2),
-            "error": errors[name] if errors[name] == errors[name] else None,
-            "tflops": round(work.flops(op) / figure.us / 1e6, 1),
-        }
+        row = report.row(
+            args.model, op, work.tp, work.tokens, name, figure.us, figure.spread,
+            ours=any(c.name == name for c in mine), flops=work.flops(op), error=errors[name],
+        )  # fmt: skip
         if args.sustained:
             row["sustained_us"] = round(timers[name].sustained(args.sustained), 3)
         rows.append(row)
