@@ -55,7 +55,6 @@ QUICK_HOPPER = (
     Case("decode", 7, **_WIDE),
     Case("decode", 2, groups=1, heads=4, rows=512, hidden=4480, windows=True, **_WIDE),  # all inside two kernels
     Case("tiled", 133, **_WIDE),
-    Case("tiled", 7, flags=NO_DECODE, **_WIDE),
     Case("tiled", 133, part="einsum", rows=5120, windows=True, **_WIDE),
     Case("tiled", 70, part="gemm", groups=1, rows=8192, hidden=5120, windows=True, **_WIDE),  # split in two along K
     Case("per 32", 133),
