@@ -8,7 +8,7 @@ import torch
 from helpers import E4M3
 
 import vllm_megaattn
-from vllm_megaattn import dequantised, layouts, ops, selector
+from vllm_megaattn import dequantised, layouts, ops, prepare_weight, selector
 
 GROUPS, HEADS, ROWS, HIDDEN = 2, 2, 96, 160
 COLS = HEADS * 512
@@ -168,8 +168,8 @@ def test_blackwell_weights(problem, monkeypatch):
     want = ops.o_proj_from_attn(**problem, groups=GROUPS)
     key = selector.device_key
     monkeypatch.setattr(selector, "device_key", lambda device: "sm103")
-    wo_a, wo_a_scale, report_a = ops.prepare_weight(problem["wo_a"], problem["wo_a_scale"])
-    wo_b, wo_b_scale, report_b = ops.prepare_weight(problem["wo_b"], problem["wo_b_scale"])
+    wo_a, wo_a_scale, report_a = prepare_weight(problem["wo_a"], problem["wo_a_scale"])
+    wo_b, wo_b_scale, report_b = prepare_weight(problem["wo_b"], problem["wo_b_scale"])
     assert (report_a["form"], report_b["form"]) == ("packed words", "F8_128x4")
     assert wo_a_scale.dtype is torch.int32
     assert wo_a_scale.shape == (GROUPS, ROWS, COLS // 128)
@@ -177,10 +177,10 @@ def test_blackwell_weights(problem, monkeypatch):
     assert wo_b_scale.shape == (layouts.f8_128x4_bytes(HIDDEN, GROUPS * ROWS // 32),)
     for name, w, scale in (("wo_a", wo_a, wo_a_scale), ("wo_b", wo_b, wo_b_scale)):
         assert torch.equal(w.view(torch.uint8), problem[name].view(torch.uint8))
-        again = ops.prepare_weight(w, scale)
+        again = prepare_weight(w, scale)
         assert again[1] is scale or torch.equal(again[1], scale)
         assert again[1].stride() == scale.stride()
-    flat = ops.prepare_weight(problem["wo_a"].view(-1, COLS), problem["wo_a_scale"])
+    flat = prepare_weight(problem["wo_a"].view(-1, COLS), problem["wo_a_scale"])
     assert torch.equal(flat[1], wo_a_scale)
     monkeypatch.setattr(selector, "device_key", key)
     problem.update(wo_a_scale=wo_a_scale, wo_b_scale=wo_b_scale)

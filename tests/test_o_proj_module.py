@@ -199,8 +199,8 @@ def test_a_refused_reload_leaves_the_old_weights(tiny, other):
 
 
 def test_preparing_twice_changes_nothing(weights):
-    once = ops.prepare_weight(weights.wo_a, weights.wo_a_scale)
-    twice = ops.prepare_weight(*once[:2])
+    once = vllm_megaattn.prepare_weight(weights.wo_a, weights.wo_a_scale)
+    twice = vllm_megaattn.prepare_weight(*once[:2])
     for first, second in zip(once[:2], twice[:2], strict=True):
         assert torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 

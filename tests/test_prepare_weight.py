@@ -10,6 +10,7 @@ from helpers import E4M3, E8M0, WEIGHT_FORMS, codes, e4m3, make_matmul, same_bit
 
 import vllm_megaattn
 from vllm_megaattn import ops
+from vllm_megaattn.weights import MAX_REBLOCK_ERROR
 
 
 @pytest.fixture
@@ -347,7 +348,7 @@ def test_hopper_form_reports_what_it_changed(rng):
     before = ref.dequantize(problem.w, problem.w_scale)
     expected = np.sqrt(5) * 2.0 ** (-9 + 120 - 127) / np.linalg.norm(before)
     assert report["relative_error"] == pytest.approx(expected, rel=1e-9)
-    assert 0 < expected < ops.MAX_REBLOCK_ERROR
+    assert 0 < expected < MAX_REBLOCK_ERROR
 
 
 @pytest.mark.usefixtures("as_hopper")

@@ -17,10 +17,10 @@ from vllm_megaattn.ops import (
     mxfp8_quantize_sfd128x4,
     o_proj,
     o_proj_from_attn,
-    prepare_weight,
 )
 from vllm_megaattn.self_check import prepare_device
 from vllm_megaattn.spans import count_flushed
+from vllm_megaattn.weights import prepare_weight
 
 __all__ = [
     "OProj",

@@ -18,6 +18,7 @@ import torch
 
 from vllm_megaattn import checkpoint, layouts, ops, selector
 from vllm_megaattn.rope_config import YarnScaling, rope_settings
+from vllm_megaattn.weights import prepare_weight
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -353,9 +354,7 @@ class OProj(torch.nn.Module):
             if name == "wo_a" and self.order == "chunk_interleaved":
                 ordered = _interleave(weight, scale)
             groups = self.groups if name == "wo_a" else 1
-            prepared[name], prepared[f"{name}_scale"], report = ops.prepare_weight(
-                *ordered, groups=groups, device=device
-            )
+            prepared[name], prepared[f"{name}_scale"], report = prepare_weight(*ordered, groups=groups, device=device)
             if report["nan_elements"] or report["nan_scales"]:  # found again in the caller's order of columns
                 layouts.refuse_nan(weight, name=name)
                 codes = layouts.weight_scale_bytes(scale, *weight.shape[-2:], name=f"{name}_scale")

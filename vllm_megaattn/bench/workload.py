@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from vllm_megaattn.ops import prepare_weight
+from vllm_megaattn.weights import prepare_weight
 
 HEAD_DIM, ROPE_DIM, MAX_POSITIONS = 512, 64, 4096
 COLD_BYTES = 240_000_000  # weight copies together: four times the 60 MB L2 of an H200

@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from vllm_megaattn import _C, checkpoint, layouts, ops, selector
 from vllm_megaattn.cli.common import format_table, pick_device, step, yes
 from vllm_megaattn.o_proj_module import rope_cache
+from vllm_megaattn.weights import prepare_weight
 
 HELP = "run and check the projection, on a checkpoint or a synthetic one"
 
@@ -110,8 +111,8 @@ def run(args: argparse.Namespace) -> int:
             )
     with step("preparing input and weights"):
         attn, positions, cos_sin, input_text = _make_input(args, weights)
-        wo_a, wo_a_scale, report_a = ops.prepare_weight(weights.wo_a, weights.wo_a_scale, device=device)
-        wo_b, wo_b_scale, report_b = ops.prepare_weight(weights.wo_b, weights.wo_b_scale, groups=1, device=device)
+        wo_a, wo_a_scale, report_a = prepare_weight(weights.wo_a, weights.wo_a_scale, device=device)
+        wo_b, wo_b_scale, report_b = prepare_weight(weights.wo_b, weights.wo_b_scale, groups=1, device=device)
         moved = (tensor.to(device) for tensor in (attn, positions, cos_sin))
         span = ops.default_scale_span(device, wo_a, wo_a_scale)
         problem = Problem(*moved, wo_a, wo_a_scale, wo_b, wo_b_scale, span)

@@ -17,7 +17,8 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_megaattn import layouts, ops, selector
+from vllm_megaattn import layouts, selector
+from vllm_megaattn.weights import MAX_REBLOCK_ERROR, ROW_SCALES, prepare_weight
 
 BLOCKS = "blocks"
 WIDE = "32 rows x K"
@@ -33,7 +34,7 @@ class KeptWeight:
     prepare:  `vllm_megaattn.prepare_weight`, or a function like it
     """
 
-    def __init__(self, name: str, *, dummy: bool = False, prepare: Prepare = ops.prepare_weight) -> None:
+    def __init__(self, name: str, *, dummy: bool = False, prepare: Prepare = prepare_weight) -> None:
         self.name = name
         self.form: str | None = None
         self.block_rows: int | None = None  # rows that share a scale in the loaded tensor, once collapsed
@@ -65,7 +66,7 @@ class KeptWeight:
             elif not first:
                 raise RuntimeError(
                     f"{self.name}: the new weights cannot take the scale form of the first ones ({WIDE}): it would change "
-                    f"them by {report['refused_relative_error']:.1e} (relative), more than {ops.MAX_REBLOCK_ERROR:.0e}; "
+                    f"them by {report['refused_relative_error']:.1e} (relative), more than {MAX_REBLOCK_ERROR:.0e}; "
                     "start the server anew with these weights"
                 )
         if first:
@@ -98,7 +99,7 @@ class KeptWeight:
 
 def _takes_wide_scales(weight: torch.Tensor, device: torch.device | None) -> bool:
     """False where the kernels multiply by a scale per 32 columns anyway (Blackwell): blocks stay as they are loaded."""
-    return selector.device_key(device if device is not None else weight.device) not in ops.ROW_SCALES
+    return selector.device_key(device if device is not None else weight.device) not in ROW_SCALES
 
 
 def widen(weight: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
