@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from vllm_megaattn import _C, selector, self_check
+from vllm_megaattn import _C, ops, selector, self_check
 from vllm_megaattn._version import __version__
 from vllm_megaattn.cli.common import cuda_gap, format_table, yes
 
@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
         "backends": _backends(keys),
         "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
         "wo_b": {key: selector.explain_wo_b(key) for key in keys},
+        "scale_span": {key: ops.PREFERRED_SPAN.get(key, 32) for key in keys},
         "unproven": {key: text for key in keys if (text := selector.unproven(key))},
         "selector": {key: selector.explain(key, ranks=(args.rank,)) for key in keys},
     }
@@ -175,6 +176,9 @@ def _report(result: dict[str, object]) -> str:
         ]
         route = result["wo_b"][key]
         lines.append(f"  wo_b: {route['route'] or 'refused'} ({route['reason']})")
+        span = result["scale_span"][key]
+        wide = " with prepared weights, else for 32" if span > 32 else ""
+        lines.append(f"  scales of x and z between the kernels: one for {span} columns{wide} (scale_span= chooses)")
     if forced in selector.PATHS:
         lines += ["", f"{selector.ENV_PATH}={forced} replaces path=auto in this environment."]
     elif forced:
