@@ -92,7 +92,9 @@ def test_forced_path(world, messages, monkeypatch):
     """A path that the user forces and that cannot be taken is refused, never replaced by another of ours."""
     monkeypatch.setenv("VLLM_MEGAATTN_PATH", "sideways")
     attention = build(world)
-    assert_left(attention, messages, "VLLM_MEGAATTN_PATH must be one of auto, fused, unfused, dequantised, got 'sideways'")
+    assert_left(
+        attention, messages, "VLLM_MEGAATTN_PATH must be one of auto, fused, unfused, dequantised, got 'sideways'"
+    )
 
 
 def test_batch_invariance(world, messages, monkeypatch):
