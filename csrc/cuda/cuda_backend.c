@@ -8,14 +8,13 @@
 
 #include "sm100.h"
 #include "sm90.h"
-
-#define MAX_DECODE_TOKENS 64
+#include "sm90_decode.h"
 
 static bool is_blackwell(const struct mx_cuda_device *dev) { return dev->capability / 10 == 10; }
 
 /* Whether the kernels for few tokens are asked first. */
 static bool takes_decode(const struct mx_matmul *args, const struct mx_exec *exec) {
-    return args->num_tokens <= MAX_DECODE_TOKENS && !(exec->flags & MX_FLAG_NO_DECODE);
+    return args->num_tokens <= MX_DECODE_MAX_TOKENS && !(exec->flags & MX_FLAG_NO_DECODE);
 }
 
 struct mx_matmul mx_sm90_write_bf16(const struct mx_matmul *a, const struct mx_quantize *quantize) {

@@ -370,6 +370,12 @@ int mx_cuda_refuse(const struct mx_exec *exec, const char *text, long long value
     return MX_UNSUPPORTED;
 }
 
+int mx_cuda_check_aligned(const struct mx_exec *exec, const char *text, const void *data, int64_t strides,
+                          int align) {
+    const uintptr_t remainder = ((uintptr_t)data | (uintptr_t)strides) % (uintptr_t)align;
+    return remainder != 0 ? mx_cuda_refuse(exec, text, (long long)remainder) : MX_OK;
+}
+
 int mx_cuda_max_active_clusters(const struct mx_cuda_device *dev, const struct mx_cuda_launch *launch) {
     int count = 0;
     CUcontext popped = NULL;

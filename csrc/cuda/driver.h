@@ -94,6 +94,15 @@ int mx_cuda_launch(const struct mx_cuda_device *dev, const struct mx_cuda_launch
 /* Writes "<text>, got <value>" to exec->err and returns MX_UNSUPPORTED. */
 int mx_cuda_refuse(const struct mx_exec *exec, const char *text, long long value);
 
+/* Refuses with the remainder where an address or a stride in bytes (several may be or-ed) is no multiple of `align`, a
+ * power of two. */
+int mx_cuda_check_aligned(const struct mx_exec *exec, const char *text, const void *data, int64_t strides, int align);
+
+/* For x < 2^32 / divisor: x / divisor = (x * reciprocal) >> 32. A divisor of 1 does not fit, 0 stands for it. */
+static inline uint32_t mx_cuda_reciprocal(int64_t divisor) {
+    return divisor == 1 ? 0 : (uint32_t)mx_ceil_div((int64_t)1 << 32, divisor);
+}
+
 /* How many clusters of this launch fit on the device at once; 0 if the driver cannot say. */
 int mx_cuda_max_active_clusters(const struct mx_cuda_device *dev, const struct mx_cuda_launch *launch);
 

@@ -23,22 +23,11 @@ static struct stream_plan plan_stream(int64_t num_rows, int64_t num_cols, int nu
     return plan;
 }
 
-/* For x < 2^32 / divisor: x / divisor = (x * reciprocal) >> 32. A divisor of 1 does not fit, 0 stands for it. */
-static uint32_t reciprocal(int64_t divisor) {
-    return divisor == 1 ? 0 : (uint32_t)mx_ceil_div((int64_t)1 << 32, divisor);
-}
-
 /* Blocks are numbered in 32 bits, and the kernels divide that number by `per_token`. */
 static int check_grid(const struct mx_exec *exec, int64_t num_tokens, int64_t per_token) {
     return num_tokens * per_token > INT32_MAX || num_tokens * per_token * per_token > UINT32_MAX
                ? mx_cuda_refuse(exec, "too many tokens for this many columns", num_tokens)
                : MX_OK;
-}
-
-static int refuse_misaligned(const struct mx_exec *exec, const char *text, const void *data, int64_t strides,
-                             int align) {
-    const uintptr_t all = (uintptr_t)data | (uintptr_t)strides;
-    return all % align != 0 ? mx_cuda_refuse(exec, text, (long long)(all % align)) : MX_OK;
 }
 
 int mx_simt_quantize(const struct mx_cuda_device *dev, const struct mx_quantize *args, const struct mx_exec *exec) {
@@ -48,7 +37,7 @@ int mx_simt_quantize(const struct mx_cuda_device *dev, const struct mx_quantize 
     char kernel[64];
     struct mx_simt_quantize_params params = {
         .num_pieces = (int32_t)plan.pieces,
-        .pieces_reciprocal = reciprocal(plan.pieces),
+        .pieces_reciprocal = mx_cuda_reciprocal(plan.pieces),
         .z = (const uint8_t *)args->z,
         .z_stride_token = many_tokens * 2 * args->z_stride_token,
         .z_stride_group = many_groups * 2 * args->z_stride_group,
@@ -58,7 +47,7 @@ int mx_simt_quantize(const struct mx_cuda_device *dev, const struct mx_quantize 
         .num_tokens = (int32_t)args->num_tokens,
         .num_cols = (int32_t)args->num_cols,
         .cols_per_group = (int32_t)(args->num_cols / args->num_groups),
-        .group_reciprocal = reciprocal(args->num_cols / args->num_groups),
+        .group_reciprocal = mx_cuda_reciprocal(args->num_cols / args->num_groups),
         .num_groups = (int32_t)args->num_groups,
     };
     void *kernel_params[] = {&params};
@@ -78,12 +67,12 @@ int mx_simt_quantize(const struct mx_cuda_device *dev, const struct mx_quantize 
     if (args->num_cols > 1 << 20) {
         return mx_cuda_refuse(exec, "number of columns must be at most 2^20", args->num_cols);
     }
-    if ((code = refuse_misaligned(exec, "z: address and strides must be multiples of 16 bytes: remainder", args->z,
-                                  params.z_stride_token | params.z_stride_group, 16)) != MX_OK ||
-        (code = refuse_misaligned(exec, "q: address and strides must be multiples of 8 bytes: remainder", args->q,
-                                  params.q_stride_token, 8)) != MX_OK ||
-        (code = refuse_misaligned(exec, "q_scale: address must be a multiple of 4 bytes: remainder", args->q_scale, 0,
-                                  4)) != MX_OK) {
+    if ((code = mx_cuda_check_aligned(exec, "z: address and strides must be multiples of 16 bytes: remainder",
+                                      args->z, params.z_stride_token | params.z_stride_group, 16)) != MX_OK ||
+        (code = mx_cuda_check_aligned(exec, "q: address and strides must be multiples of 8 bytes: remainder", args->q,
+                                      params.q_stride_token, 8)) != MX_OK ||
+        (code = mx_cuda_check_aligned(exec, "q_scale: address must be a multiple of 4 bytes: remainder",
+                                      args->q_scale, 0, 4)) != MX_OK) {
         return code;
     }
     snprintf(kernel, sizeof kernel, "mx_simt_quantize_%d_%d", plan.unroll, (int)args->scale_span);
@@ -101,8 +90,8 @@ int mx_simt_inv_rope(const struct mx_cuda_device *dev, const struct mx_inv_rope 
     struct mx_simt_inv_rope_params params = {
         .num_pieces = (int32_t)plan.pieces,
         .num_groups = (int32_t)args->num_groups,
-        .blocks_reciprocal = reciprocal((int64_t)plan.pieces * args->num_groups),
-        .pieces_reciprocal = reciprocal(plan.pieces),
+        .blocks_reciprocal = mx_cuda_reciprocal((int64_t)plan.pieces * args->num_groups),
+        .pieces_reciprocal = mx_cuda_reciprocal(plan.pieces),
         .attn = (const uint8_t *)args->attn,
         .attn_stride_token = many_tokens * 2 * args->attn_stride_token,
         .attn_stride_head = 2 * args->attn_stride_head,
@@ -121,7 +110,7 @@ int mx_simt_inv_rope(const struct mx_cuda_device *dev, const struct mx_inv_rope 
         .heads_per_group = (int32_t)args->heads_per_group,
         .head_dim = (int32_t)args->head_dim,
         .rope_dim = (int32_t)args->rope_dim,
-        .divisor_reciprocal = reciprocal(divisor),
+        .divisor_reciprocal = mx_cuda_reciprocal(divisor),
         .heads_per_step = (int32_t)(1024 / args->head_dim),
         .k = (int32_t)k,
         .order = args->order,
@@ -144,13 +133,13 @@ int mx_simt_inv_rope(const struct mx_cuda_device *dev, const struct mx_inv_rope 
     if (k > 1 << 20) {
         return mx_cuda_refuse(exec, "columns per group must be at most 2^20", k);
     }
-    if ((code = refuse_misaligned(exec, "attn: address and strides must be multiples of 16 bytes: remainder",
-                                  args->attn, params.attn_stride_token | params.attn_stride_head, 16)) != MX_OK ||
-        (code = refuse_misaligned(exec, "x: address and strides must be multiples of 8 bytes: remainder", args->x,
-                                  params.x_stride_token | params.x_stride_group, 8)) != MX_OK ||
-        (code = refuse_misaligned(exec, "x_scale: address must be a multiple of 4 bytes: remainder", args->x_scale,
-                                  args->xs_stride_token | args->xs_stride_group | args->xs_stride_word, 4)) !=
-            MX_OK) {
+    if ((code = mx_cuda_check_aligned(exec, "attn: address and strides must be multiples of 16 bytes: remainder",
+                                      args->attn, params.attn_stride_token | params.attn_stride_head, 16)) != MX_OK ||
+        (code = mx_cuda_check_aligned(exec, "x: address and strides must be multiples of 8 bytes: remainder", args->x,
+                                      params.x_stride_token | params.x_stride_group, 8)) != MX_OK ||
+        (code = mx_cuda_check_aligned(
+             exec, "x_scale: address must be a multiple of 4 bytes: remainder", args->x_scale,
+             args->xs_stride_token | args->xs_stride_group | args->xs_stride_word, 4)) != MX_OK) {
         return code;
     }
     snprintf(kernel, sizeof kernel, "mx_simt_inv_rope_%d%s_%d", plan.unroll,

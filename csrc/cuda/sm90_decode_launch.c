@@ -14,10 +14,6 @@ static int32_t log2_of(int32_t n) {
     return k;
 }
 
-static uint32_t reciprocal(int64_t divisor) {
-    return divisor == 1 ? 0 : (uint32_t)mx_ceil_div((int64_t)1 << 32, divisor);
-}
-
 static struct mx_sm90_decode_params matmul_params(const struct mx_sm90_decode_plan *plan,
                                                   const struct mx_matmul *args) {
     const uint32_t element = args->out_e4m3 != NULL ? 1 : 2;
@@ -70,7 +66,7 @@ static struct mx_sm90_decode_source attention_source(const struct mx_inv_rope *r
         .stride_head = (uint32_t)(rope->attn_stride_head * 2),
         .interleaved = interleaved,
         .divisor = (int32_t)divisor,
-        .divisor_reciprocal = reciprocal(divisor),
+        .divisor_reciprocal = mx_cuda_reciprocal(divisor),
         .token_reciprocal = (uint32_t)mx_ceil_div(1 << 20, rope->num_tokens),
         .rope_first = (int32_t)(rope->head_dim - rope->rope_dim),
         .rope_dim = (int32_t)rope->rope_dim,
@@ -91,7 +87,7 @@ static struct mx_sm90_decode_source matrix_source(const struct mx_quantize *z) {
         .stride_token = (uint32_t)(z->z_stride_token * 2),
         .stride_head = (uint32_t)(z->z_stride_group * 2),
         .divisor = (int32_t)divisor,
-        .divisor_reciprocal = reciprocal(divisor),
+        .divisor_reciprocal = mx_cuda_reciprocal(divisor),
         .token_reciprocal = (uint32_t)mx_ceil_div(1 << 20, z->num_tokens),
     };
 }
@@ -167,11 +163,6 @@ int mx_sm90_decode_run(const struct mx_sm90_decode_plan *plan, const struct mx_m
 
 /* ---- what these kernels take ----------------------------------------------------------------------------- */
 
-static int check_aligned(const struct mx_exec *exec, const char *text, const void *data, int64_t strides, int align) {
-    const uintptr_t all = (uintptr_t)data | (uintptr_t)strides;
-    return all % (uintptr_t)align != 0 ? mx_cuda_refuse(exec, text, (long long)(all % (uintptr_t)align)) : MX_OK;
-}
-
 /* Offsets in the kernels have 32 bits. */
 static int check_extent(const struct mx_exec *exec, const char *text, int64_t bytes) {
     return bytes > UINT32_MAX ? mx_cuda_refuse(exec, text, bytes) : MX_OK;
@@ -186,8 +177,8 @@ static int check_output(const struct mx_matmul *args, const struct mx_exec *exec
     if (args->num_rows % 2 != 0) {
         return mx_cuda_refuse(exec, "number of weight rows N must be even", args->num_rows);
     }
-    if ((code = check_aligned(exec, "output: address and strides must be pairs of elements: remainder", out,
-                              token | group, (int)(2 * element))) != MX_OK) {
+    if ((code = mx_cuda_check_aligned(exec, "output: address and strides must be pairs of elements: remainder", out,
+                                      token | group, (int)(2 * element))) != MX_OK) {
         return code;
     }
     return check_extent(exec, "output must span less than 2^32 bytes",
@@ -204,8 +195,8 @@ static int check_scales(const struct mx_matmul *args, const struct mx_exec *exec
     if (args->x_scale.layout == MX_SCALE_BLOCKS) {
         return mx_cuda_refuse(exec, "activation scales must be packed or F8_128x4, layout", args->x_scale.layout);
     }
-    if ((code = check_aligned(exec, "activation scales must be aligned to 4 bytes: remainder", s.x_scale,
-                              (int64_t)(s.stride_group | s.stride_row | s.stride_span), 4)) != MX_OK ||
+    if ((code = mx_cuda_check_aligned(exec, "activation scales must be aligned to 4 bytes: remainder", s.x_scale,
+                                      (int64_t)(s.stride_group | s.stride_row | s.stride_span), 4)) != MX_OK ||
         (code = check_extent(exec, "weight scales must span less than 2^32 bytes",
                              groups * args->w_scale.stride_group +
                                  args->num_rows / MX_BLOCK * args->w_scale.stride_row)) != MX_OK) {

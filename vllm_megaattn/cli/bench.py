@@ -85,7 +85,8 @@ def run(args: argparse.Namespace) -> int:
     spread = [r for r in rows if r["spread"] > 3]
     print(f"\n{len(rows)} figures, medians of {args.rounds} interleaved rounds; spread over 3 %: {len(spread)}")
     if args.out:
-        settings = {key: str(value) for key, value in vars(args).items() if key not in ("run", "command", "parser")}
+        left_out = ("run", "command", "parser", "out")  # no matter of the figures
+        settings = {key: str(value) for key, value in vars(args).items() if key not in left_out}
         report.write_json(args.out / "bench.json", rows, notes, settings, args.commit)
         for path in report.plot(args.out, rows, report.environment_line(args.commit)):
             print(path)
